@@ -1,0 +1,223 @@
+// Runs the layer in three passes over the routed slots (slot = token * top_k + j):
+//
+//   1  h[slot]    = activation(W13[e] x[token] + b13[e])      tasks: (rows of one expert, a few tiles of 32 weight
+//   rows) 2  y[slot]    = W2[e] h[slot] + b2[e]                     the same 3  out[token] = sum over j of weight *
+//   y[slot]            tasks: tokens; slots in order, so bits never depend on
+//                                                             threads
+//
+// Slots are grouped by expert with a counting sort; kernels get row pointers, so nothing is gathered. Tasks are taken
+// from an atomic counter by all threads.
+#include "moe.h"
+
+#include <float.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "../check.h"
+#include "parallel_tasks.h"
+#include "routing.h"
+#include "workspace.h"
+
+namespace mxfp4::cpu {
+namespace {
+
+constexpr int64_t kColumns = 512;  // columns that element-wise passes take at once, to stay in L1
+
+// One of the two matrix products of the layer.
+struct Product {
+    const uint8_t* weights;
+    int64_t tiles;             // tiles to compute; padding tiles are left out
+    int64_t tiles_per_expert;  // tiles as packed
+    int64_t supers;
+    Rows rows;              // input rows
+    int64_t slots_per_row;  // top_k for x, 1 for h
+};
+
+class Layer {
+  public:
+    Layer(const Kernels& kernels, const MoeArgs& args, void* workspace, const Threads& threads)
+        : k_(kernels), a_(args), threads_(threads), shape_(kernels, args), ws_(shape_, threads.count, workspace) {}
+
+    void run() {
+        prepare_rows();
+        multiply({a_.w13, shape_.w13_tiles, shape_.w13_tiles_packed, shape_.hidden_padded / kSuperK, ws_.x, a_.top_k},
+                 [this](const Group& group, int64_t tile, float* acc) { finish_hidden(group, tile, acc); });
+        multiply({a_.w2, shape_.w2_tiles, shape_.w2_tiles_packed, shape_.intermediate_padded / kSuperK, ws_.h, 1},
+                 [this](const Group& group, int64_t tile, float* acc) { finish_output(group, tile, acc); });
+        combine();
+    }
+
+  private:
+    void prepare_rows();
+    template <class Finish>
+    void multiply(const Product& product, Finish finish);
+    void dot(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
+             const ThreadScratch& scratch);
+    void dot_expanded(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
+                      const ThreadScratch& scratch);
+    void add_bias(const Bias& bias, int64_t first, int64_t n, float* tile, int64_t m);
+    void finish_hidden(const Group& group, int64_t tile, float* acc);
+    void finish_output(const Group& group, int64_t tile, float* acc);
+    void combine();
+
+    const Kernels& k_;
+    const MoeArgs& a_;
+    const Threads& threads_;
+    Shape shape_;
+    Workspace ws_;
+};
+
+// x in the storage type of the kernels, padded with zeros; flags of every row; zeros behind the end of every h.
+void Layer::prepare_rows() {
+    const int64_t item = dtype_bytes(a_.dtype);
+    const float tiny = shape_.tiny(shape_.x_storage);
+    parallel_tasks(threads_, a_.tokens, a_.tokens * a_.hidden, [&](int64_t, int64_t t) {
+        const char* src = static_cast<const char*>(a_.x) + t * a_.hidden * item;
+        char* row = ws_.x.row(t);
+        int flags = 0;
+        float buffer[kColumns];
+        for (int64_t c = 0; c < a_.hidden; c += kColumns) {
+            const int64_t n = std::min(kColumns, a_.hidden - c);
+            k_.to_float(src + c * item, a_.dtype, buffer, n);
+            flags |= k_.range(buffer, n, tiny);
+            k_.from_float(buffer, shape_.x_storage, row + c * ws_.x.item, n);
+        }
+        memset(row + a_.hidden * ws_.x.item, 0, static_cast<size_t>((shape_.hidden_padded - a_.hidden) * ws_.x.item));
+        ws_.x.flags[t] = static_cast<uint8_t>(flags);
+        for (int64_t slot = t * a_.top_k; slot < (t + 1) * a_.top_k; slot++) {
+            const int64_t padding = shape_.intermediate_padded - a_.intermediate;
+            memset(ws_.h.row(slot) + a_.intermediate * ws_.h.item, 0, static_cast<size_t>(padding * ws_.h.item));
+            ws_.h.flags[slot] = 0;
+        }
+    });
+}
+
+template <class Finish>
+void Layer::multiply(const Product& product, Finish finish) {
+    const auto path_of = [&](int64_t slot) {
+        return shape_.path(product.rows.storage, product.rows.flags[slot / product.slots_per_row]);
+    };
+    const std::vector<Group> groups = group_slots(a_, path_of, ws_.order);
+    const std::vector<TileRange> tasks = split_tiles(groups, product.tiles, threads_.count);
+    const int64_t work = static_cast<int64_t>(groups.size()) * product.tiles * product.supers * kSuperBytes;
+    parallel_tasks(threads_, static_cast<int64_t>(tasks.size()), work, [&](int64_t thread, int64_t index) {
+        const TileRange& task = tasks[static_cast<size_t>(index)];
+        const Group& group = groups[static_cast<size_t>(task.group)];
+        const ThreadScratch scratch = ws_.scratch(thread);
+        const void* rows[kMaxRows];
+        for (int64_t i = 0; i < group.count; i++) rows[i] = product.rows.row(group.slots[i] / product.slots_per_row);
+        for (int64_t t = task.begin; t < task.end; t++) {
+            const int64_t offset = (group.expert * product.tiles_per_expert + t) * product.supers * kSuperBytes;
+            dot(product, group.path, product.weights + offset, rows, group.count, scratch);
+            finish(group, t, scratch.acc);
+        }
+    });
+}
+
+void Layer::dot(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
+                const ThreadScratch& scratch) {
+    const bool few = m <= k_.few_limit && !a_.batch_invariant;
+    if (product.rows.storage == Dtype::bf16) {
+        const TileDotBf16 kernel = few ? k_.few_bf16 : k_.many_bf16;
+        const auto* bf16_rows = reinterpret_cast<const uint16_t* const*>(rows);
+        if (path == Path::any && kernel(tile, product.supers, bf16_rows, m, scratch.panel, scratch.acc)) return;
+        return dot_expanded(product, path, tile, rows, m, scratch);
+    }
+    const TileDot kernel = few && path != Path::weights_scaled ? k_.few : k_.many;
+    kernel(tile, product.supers, reinterpret_cast<const float* const*>(rows), m, scratch.panel, scratch.acc);
+}
+
+// bf16 rows through the fp32 kernels, a few at a time: rows with extreme values, and tiles with extreme scales.
+void Layer::dot_expanded(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
+                         const ThreadScratch& scratch) {
+    const TileDot kernel = path == Path::weights_scaled || a_.batch_invariant ? k_.many : k_.few;
+    const int64_t width = product.supers * kSuperK;
+    for (int64_t first = 0; first < m; first += kExpandedRows) {
+        const int64_t n = std::min<int64_t>(kExpandedRows, m - first);
+        const float* expanded[kExpandedRows];
+        for (int64_t i = 0; i < n; i++) {
+            float* row = scratch.expanded + i * width;
+            k_.to_float(rows[first + i], Dtype::bf16, row, width);
+            expanded[i] = row;
+        }
+        kernel(tile, product.supers, expanded, n, scratch.panel, scratch.acc + first * kTileRows);
+    }
+}
+
+// Adds n entries of the bias to the first n columns of every row of a tile.
+void Layer::add_bias(const Bias& bias, int64_t first, int64_t n, float* tile, int64_t m) {
+    if (bias.data == nullptr) return;
+    float values[kTileRows];
+    k_.to_float(static_cast<const char*>(bias.data) + first * dtype_bytes(bias.dtype), bias.dtype, values, n);
+    for (int64_t i = 0; i < m; i++) {
+        for (int64_t c = 0; c < n; c++) tile[i * kTileRows + c] += values[c];
+    }
+}
+
+void Layer::finish_hidden(const Group& group, int64_t tile, float* acc) {
+    for (int64_t i = 0; a_.weight_on_input && i < group.count; i++) {
+        const float weight = a_.topk_weights[group.slots[i]];
+        for (int c = 0; c < kTileRows; c++) acc[i * kTileRows + c] *= weight;
+    }
+    const int64_t columns = shape_.h_per_tile, first = tile * columns;
+    const int64_t bias_row = group.expert * shape_.w13_bias_width;
+    add_bias(a_.w13_bias, bias_row + first, columns, acc, group.count);
+    if (shape_.gated) {
+        add_bias(a_.w13_bias, bias_row + shape_.intermediate_padded + first, columns, acc + columns, group.count);
+    }
+    k_.activate(a_.activation, acc, group.count);
+    const bool round = a_.dtype != Dtype::f32 && shape_.h_storage == Dtype::f32;
+    const float tiny = shape_.tiny(shape_.h_storage);
+    for (int64_t i = 0; i < group.count; i++) {
+        float* values = acc + i * kTileRows;
+        uint16_t rounded[kTileRows];
+        if (round) k_.from_float(values, Dtype::bf16, rounded, columns);
+        if (round) k_.to_float(rounded, Dtype::bf16, values, columns);
+        const int64_t slot = group.slots[i];
+        k_.from_float(values, shape_.h_storage, ws_.h.row(slot) + first * ws_.h.item, columns);
+        const int flags = k_.range(values, columns, tiny);
+        if (flags != 0) __atomic_fetch_or(ws_.h.flags + slot, static_cast<uint8_t>(flags), __ATOMIC_RELAXED);
+    }
+}
+
+void Layer::finish_output(const Group& group, int64_t tile, float* acc) {
+    const int64_t first = tile * kTileRows;
+    add_bias(a_.w2_bias, group.expert * shape_.hidden_padded + first, kTileRows, acc, group.count);
+    for (int64_t i = 0; i < group.count; i++) {
+        memcpy(ws_.y + group.slots[i] * a_.hidden + first, acc + i * kTileRows, kTileRows * sizeof(float));
+    }
+}
+
+void Layer::combine() {
+    const int64_t item = dtype_bytes(a_.dtype);
+    parallel_tasks(threads_, a_.tokens, a_.tokens * a_.top_k * a_.hidden, [&](int64_t, int64_t t) {
+        char* out = static_cast<char*>(a_.out) + t * a_.hidden * item;
+        float sum[kColumns];
+        for (int64_t c = 0; c < a_.hidden; c += kColumns) {
+            const int64_t n = std::min(kColumns, a_.hidden - c);
+            std::fill_n(sum, n, 0.0f);
+            for (int64_t slot = t * a_.top_k; slot < (t + 1) * a_.top_k; slot++) {
+                if (a_.topk_ids[slot] == kSkip) continue;
+                const float weight = a_.weight_on_input ? 1.0f : a_.topk_weights[slot];
+                k_.accumulate(sum, ws_.y + slot * a_.hidden + c, weight, n);
+            }
+            k_.from_float(sum, a_.dtype, out + c * item, n);
+        }
+    });
+}
+
+}  // namespace
+
+int64_t moe_workspace_bytes(const Kernels& kernels, const MoeArgs& args, int64_t threads) {
+    return Workspace(Shape(kernels, args), threads, nullptr).bytes();
+}
+
+void moe(const Kernels& kernels, const MoeArgs& args, void* workspace, const Threads& threads) {
+    MX_CHECK(args.hidden % kBlock == 0 && args.intermediate % kBlock == 0, "hidden and intermediate must be blocks");
+    MX_CHECK(threads.count >= 1, "needs a thread");
+    if (args.tokens == 0) return;
+    Layer(kernels, args, workspace, threads).run();
+}
+
+}  // namespace mxfp4::cpu

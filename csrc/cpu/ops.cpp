@@ -1,0 +1,188 @@
+// The boundary to torch: tensors in, memory and threads, tensors out. LibTorch stable ABI only, so that one binary
+// serves every torch from 2.11 on; the only file of csrc/cpu that knows torch.
+//
+// Schemas are defined in Python before this library is loaded, and every argument has been checked there.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "isa.h"
+#include "moe.h"
+#include "parallel_tasks.h"
+
+namespace mxfp4::cpu {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kChunk = 4096;  // elements that conversions take at once: 16 KiB of fp32 stay in L1
+
+Dtype dtype_of(ScalarType type) {
+    switch (type) {
+        case ScalarType::Float:
+            return Dtype::f32;
+        case ScalarType::BFloat16:
+            return Dtype::bf16;
+        case ScalarType::Half:
+            return Dtype::f16;
+        case ScalarType::Double:
+            return Dtype::f64;
+        default:
+            STD_TORCH_CHECK(false, "mxfp4_ops internal error: dtype ", torch::headeronly::toString(type));
+    }
+}
+
+// torch's own threads, as many as torch.set_num_threads allows.
+Threads torch_threads() {
+    return {static_cast<int64_t>(torch::stable::get_num_threads()),
+            [](int64_t n, const std::function<void(int64_t)>& body) {
+                torch::stable::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+                    for (int64_t i = begin; i < end; i++) body(i);
+                });
+            }};
+}
+
+std::vector<int64_t> shape_with_last(const Tensor& tensor, int64_t last) {
+    const auto sizes = tensor.sizes();
+    std::vector<int64_t> shape(sizes.begin(), sizes.end());
+    STD_TORCH_CHECK(!shape.empty() && tensor.is_contiguous(),
+                    "mxfp4_ops internal error: a contiguous tensor is needed");
+    shape.back() = last;
+    return shape;
+}
+
+// Calls body(first, n) for chunks of whole blocks that cover the elements of a tensor.
+template <class Body>
+void for_chunks(int64_t elements, Body body) {
+    const int64_t chunks = (elements + kChunk - 1) / kChunk;
+    parallel_tasks(torch_threads(), chunks, elements,
+                   [&](int64_t, int64_t chunk) { body(chunk * kChunk, std::min(kChunk, elements - chunk * kChunk)); });
+}
+
+std::tuple<Tensor, Tensor> native_quant(const Tensor& x, int64_t scale_rule) {
+    const Kernels& k = kernels();
+    const int64_t n = x.size(-1);
+    STD_TORCH_CHECK(n % kBlock == 0, "mxfp4_ops internal error: last dimension ", n);
+    Tensor blocks = torch::stable::new_empty(x, shape_with_last(x, n / 2), ScalarType::Byte);
+    Tensor scales = torch::stable::new_empty(x, shape_with_last(x, n / kBlock), ScalarType::Byte);
+    const Dtype dtype = dtype_of(x.scalar_type());
+    const auto* src = static_cast<const char*>(x.const_data_ptr());
+    auto* codes = static_cast<uint8_t*>(blocks.mutable_data_ptr());
+    auto* bytes = static_cast<uint8_t*>(scales.mutable_data_ptr());
+    for_chunks(x.numel(), [&](int64_t first, int64_t count) {
+        float values[kChunk];
+        k.to_float(src + first * dtype_bytes(dtype), dtype, values, count);
+        k.quant(values, count, static_cast<ScaleRule>(scale_rule), codes + first / 2, bytes + first / kBlock);
+    });
+    return {blocks, scales};
+}
+
+Tensor native_dequant(const Tensor& blocks, const Tensor& scales, ScalarType type) {
+    const Kernels& k = kernels();
+    Tensor out = torch::stable::new_empty(blocks, shape_with_last(blocks, blocks.size(-1) * 2), type);
+    STD_TORCH_CHECK(scales.numel() * kBlock == out.numel(), "mxfp4_ops internal error: scales do not match blocks");
+    const Dtype dtype = dtype_of(type);
+    const auto* codes = static_cast<const uint8_t*>(blocks.const_data_ptr());
+    const auto* bytes = static_cast<const uint8_t*>(scales.const_data_ptr());
+    auto* dst = static_cast<char*>(out.mutable_data_ptr());
+    for_chunks(out.numel(), [&](int64_t first, int64_t count) {
+        float values[kChunk];
+        k.dequant(codes + first / 2, bytes + first / kBlock, count, values);
+        k.from_float(values, dtype, dst + first * dtype_bytes(dtype), count);
+    });
+    return out;
+}
+
+Tensor native_qdq(const Tensor& x, int64_t scale_rule) {
+    const Kernels& k = kernels();
+    Tensor out = torch::stable::new_empty(x, shape_with_last(x, x.size(-1)), x.scalar_type());
+    const Dtype dtype = dtype_of(x.scalar_type());
+    const auto* src = static_cast<const char*>(x.const_data_ptr());
+    auto* dst = static_cast<char*>(out.mutable_data_ptr());
+    for_chunks(x.numel(), [&](int64_t first, int64_t count) {
+        float values[kChunk];
+        uint8_t codes[kChunk / 2], bytes[kChunk / kBlock];
+        k.to_float(src + first * dtype_bytes(dtype), dtype, values, count);
+        k.quant(values, count, static_cast<ScaleRule>(scale_rule), codes, bytes);
+        k.dequant(codes, bytes, count, values);
+        k.from_float(values, dtype, dst + first * dtype_bytes(dtype), count);
+    });
+    return out;
+}
+
+Bias bias_of(const std::optional<Tensor>& bias) {
+    if (!bias.has_value()) return {nullptr, Dtype::f32};
+    STD_TORCH_CHECK(bias->is_contiguous(), "mxfp4_ops internal error: a contiguous bias is needed");
+    return {bias->const_data_ptr(), dtype_of(bias->scalar_type())};
+}
+
+void check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13, const Tensor& w2,
+               int64_t hidden) {
+    for (const Tensor* tensor : {&x, &topk_ids, &topk_weights, &w13, &w2}) {
+        STD_TORCH_CHECK(tensor->is_contiguous(), "mxfp4_ops internal error: contiguous tensors are needed");
+    }
+    STD_TORCH_CHECK(topk_ids.scalar_type() == ScalarType::Int && topk_weights.scalar_type() == ScalarType::Float,
+                    "mxfp4_ops internal error: routing is int32 and float32");
+    STD_TORCH_CHECK(w13.dim() == 4 && w13.size(3) == kSuperBytes && w2.dim() == 4 && w2.size(3) == kSuperBytes,
+                    "mxfp4_ops internal error: weights are not packed as native_cpu.tile32.v1");
+    STD_TORCH_CHECK(x.size(1) == hidden, "mxfp4_ops internal error: hidden ", hidden, " but x has ", x.size(1));
+}
+
+Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
+                  const Tensor& /*w13_scale, inside w13*/, const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                  const Tensor& /*w2_scale, inside w2*/, const std::optional<Tensor>& w2_bias, int64_t hidden,
+                  int64_t intermediate, int64_t activation, double alpha, double beta, double limit,
+                  bool weight_on_input, bool batch_invariant) {
+    check_moe(x, topk_ids, topk_weights, w13, w2, hidden);
+    const Kernels& k = kernels();
+    const Threads threads = torch_threads();
+    Tensor out = torch::stable::new_empty(x, shape_with_last(x, hidden), x.scalar_type());
+    MoeArgs args{};
+    args.tokens = x.size(0);
+    args.hidden = hidden;
+    args.intermediate = intermediate;
+    args.experts = w13.size(0);
+    args.top_k = topk_ids.size(1);
+    args.dtype = dtype_of(x.scalar_type());
+    args.x = x.const_data_ptr();
+    args.topk_ids = static_cast<const int32_t*>(topk_ids.const_data_ptr());
+    args.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
+    args.w13 = static_cast<const uint8_t*>(w13.const_data_ptr());
+    args.w13_bias = bias_of(w13_bias);
+    args.w2 = static_cast<const uint8_t*>(w2.const_data_ptr());
+    args.w2_bias = bias_of(w2_bias);
+    args.activation = {static_cast<Activation>(activation), static_cast<float>(alpha), static_cast<float>(beta),
+                       static_cast<float>(limit)};
+    args.weight_on_input = weight_on_input;
+    args.batch_invariant = batch_invariant;
+    args.out = out.mutable_data_ptr();
+    Tensor workspace = torch::stable::new_empty(x, {moe_workspace_bytes(k, args, threads.count)}, ScalarType::Byte);
+    moe(k, args, workspace.mutable_data_ptr(), threads);
+    return out;
+}
+
+std::string native_cpu_isa() {
+    return kernels().name;
+}
+
+}  // namespace
+}  // namespace mxfp4::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mxfp4, CPU, m) {
+    m.impl("_native_moe", TORCH_BOX(&mxfp4::cpu::native_moe));
+    m.impl("_native_quant", TORCH_BOX(&mxfp4::cpu::native_quant));
+    m.impl("_native_dequant", TORCH_BOX(&mxfp4::cpu::native_dequant));
+    m.impl("_native_qdq", TORCH_BOX(&mxfp4::cpu::native_qdq));
+}
+
+// Without tensors there is no CPU key to dispatch on; this key also answers calls that carry none.
+STABLE_TORCH_LIBRARY_IMPL(mxfp4, CompositeExplicitAutograd, m) {
+    m.impl("_native_cpu_isa", TORCH_BOX(&mxfp4::cpu::native_cpu_isa));
+}
