@@ -1,0 +1,399 @@
+"""Kernel, fake and autograd rule of every op; the schemas stand in ``_schemas.py``, the checks in ``checks.py``.
+
+A public op is one Python kernel for every device (CompositeExplicitAutograd): check, then the compiled leaf of the
+device where there is one, else plain torch. The fake runs the same check, so a traced call is refused by the same
+sentence. The Python layer costs some 10 us a call, and nothing under CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import _schemas, checks, format, packing
+from ._extension import cpu_isa, load_cpu
+from .activation import Resolved
+from .backends import Backend
+from .format import BLOCK, SCALE_RULES, as_bytes
+from .layout import BIASES, SLOTS, canonical_specs, packed_specs
+
+_LIB = torch.library.Library("mxfp4", "DEF")
+
+
+def _native(x: Tensor) -> bool:
+    """Whether the compiled leaves run on x's device."""
+    return x.device.type == "cpu" and load_cpu() is None
+
+
+# --- quant, dequant, qdq ----------------------------------------------------------------------------------------------
+
+
+def _quant_fake(x: Tensor, *, scale_rule: str = "even") -> tuple[Tensor, Tensor]:
+    checks.quant("mxfp4::quant", x, scale_rule)
+    return _native_quant_fake(x, 0)
+
+
+def _quant(x: Tensor, *, scale_rule: str = "even") -> tuple[Tensor, Tensor]:
+    checks.quant("mxfp4::quant", x, scale_rule)
+    if _native(x):
+        return torch.ops.mxfp4._native_quant(x.contiguous(), SCALE_RULES[scale_rule])
+    return format.quant(x.contiguous(), scale_rule)
+
+
+def _dequant_fake(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = torch.bfloat16 if dtype is None else dtype
+    checks.dequant("mxfp4::dequant", blocks, scales, dtype)
+    return _native_dequant_fake(blocks, scales, dtype)
+
+
+def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = torch.bfloat16 if dtype is None else dtype
+    checks.dequant("mxfp4::dequant", blocks, scales, dtype)
+    blocks, scales = as_bytes(blocks).contiguous(), as_bytes(scales).contiguous()
+    if _native(blocks):
+        return torch.ops.mxfp4._native_dequant(blocks, scales, dtype)
+    return format.dequant(blocks, scales, dtype)
+
+
+def _qdq_fake(x: Tensor, *, scale_rule: str = "even") -> Tensor:
+    checks.quant("mxfp4::qdq", x, scale_rule)
+    return x.new_empty(x.shape)
+
+
+def _qdq(x: Tensor, *, scale_rule: str = "even") -> Tensor:
+    checks.quant("mxfp4::qdq", x, scale_rule)
+    if _native(x):
+        return torch.ops.mxfp4._native_qdq(x.contiguous(), SCALE_RULES[scale_rule])
+    return format.qdq(x.contiguous(), scale_rule)
+
+
+# --- moe, localise ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _MoECall:
+    """The arguments of ``moe``, in the schema's order."""
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    w13: Tensor
+    w13_scale: Tensor
+    w13_bias: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor
+    w2_bias: Tensor | None
+    aux: Sequence[Tensor]
+    expert_ids: Tensor | None = None
+    x_scale: Tensor | None = None
+    layout: str = ""
+    hidden: int = 0
+    intermediate: int = 0
+    activation: str = "silu"
+    alpha: float | None = None
+    beta: float | None = None
+    limit: float | None = None
+    x_format: str = "none"
+    weight_on_input: bool = False
+    batch_invariant: bool = False
+
+    def check(self, op: str) -> tuple[Backend, Resolved, dict[str, Tensor | None]]:
+        """Refuse bad arguments; return who runs the call, the activation, and the packed tensors by name."""
+        backend = checks.layout(op, self.layout)
+        act = checks.formula(op, self.activation, self.alpha, self.beta, self.limit)
+        sizes = (self.hidden, self.intermediate)
+        checks.moe_inputs(op, self.x, self.topk_ids, self.topk_weights, self.hidden)
+        names = checks.names(op, backend, *sizes, gated=act.gated)
+        checks.aux(op, self.aux, names)
+        packed = dict(zip(names, [*(getattr(self, slot) for slot in SLOTS), *self.aux], strict=True))
+        checks.packed(op, packed, backend, *sizes, gated=act.gated, like=self.x)
+        if self.expert_ids is not None:
+            checks.expert_ids(op, self.expert_ids, self.w13.shape[0], self.x)
+        bias = self.w13_bias is not None or self.w2_bias is not None
+        flags = (self.x_format, self.weight_on_input, self.batch_invariant)
+        checks.moe_options(op, backend, self.x, self.x_scale, (*sizes, act, bias, *flags))
+        return backend, act, packed
+
+
+def _moe_fake(*args: Any, **kwargs: Any) -> Tensor:
+    call = _MoECall(*args, **kwargs)
+    call.check("mxfp4::moe")
+    return call.x.new_empty(call.x.shape)
+
+
+def _moe(*args: Any, **kwargs: Any) -> Tensor:
+    op, call = "mxfp4::moe", _MoECall(*args, **kwargs)
+    backend, act, packed = call.check(op)
+    if call.expert_ids is None:
+        checks.id_values(op, call.topk_ids, call.w13.shape[0])
+        ids = call.topk_ids
+    else:
+        ids = _localise(call.topk_ids, call.expert_ids)
+    if call.x.shape[0] == 0:
+        return call.x.new_empty(call.x.shape)
+    return backend.run(
+        call.x,
+        ids,
+        call.topk_weights,
+        {name: _plain(name, tensor) for name, tensor in packed.items()},
+        act,
+        hidden=call.hidden,
+        intermediate=call.intermediate,
+        x_format=call.x_format,
+        weight_on_input=call.weight_on_input,
+        batch_invariant=call.batch_invariant,
+    )
+
+
+def _plain(name: str, tensor: Tensor | None) -> Tensor | None:
+    """What backends are given: bytes as uint8, an absent bias as None."""
+    if tensor is None or name not in BIASES:
+        return tensor if tensor is None else as_bytes(tensor)
+    return tensor if tensor.numel() else None
+
+
+def _localise_fake(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
+    checks.topk_ids("mxfp4::localise", topk_ids)
+    checks.expert_ids("mxfp4::localise", expert_ids, None, topk_ids)
+    return topk_ids.new_empty(topk_ids.shape)
+
+
+def _localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
+    _localise_fake(topk_ids, expert_ids)
+    checks.id_values("mxfp4::localise", topk_ids, None)
+    checks.distinct("mxfp4::localise", expert_ids)
+    ids = topk_ids.contiguous()
+    if expert_ids.shape[0] == 0:
+        return torch.full_like(ids, -1)
+    ordered, rows = expert_ids.to(ids.dtype).sort()
+    place = torch.searchsorted(ordered, ids).clamp_max(ordered.shape[0] - 1)
+    return torch.where(ordered[place] == ids, rows[place].to(ids.dtype), -1)
+
+
+# --- prepare_moe, unprepare_moe, repack_expert ------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _PrepareCall:
+    """The arguments that ``prepare_moe`` and ``repack_expert`` share, in the schema's order."""
+
+    w13: Tensor
+    w13_scale: Tensor
+    w13_bias: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor
+    w2_bias: Tensor | None
+    layout: str = ""
+    interleaved: bool = False
+    activation: str = "silu"
+    alpha: float | None = None
+    beta: float | None = None
+    limit: float | None = None
+
+    def check(self, op: str, *, one: bool = False) -> tuple[Backend, bool, dict[str, Tensor]]:
+        """Refuse bad arguments; return the layout's owner, whether w13 has two halves, and the weights as a stack."""
+        backend = checks.layout(op, self.layout)
+        gated = checks.formula(op, self.activation, self.alpha, self.beta, self.limit).gated
+        checks.interleaved(op, self.interleaved, gated=gated)
+        weights = {slot: getattr(self, slot) for slot in SLOTS}
+        weights = checks.one_expert_stack(op, weights) if one else weights
+        return backend, gated, checks.canonical(op, weights, gated=gated)
+
+
+def _prepare_fake(*args: Any, **kwargs: Any) -> list[Tensor]:
+    backend, gated, weights = _PrepareCall(*args, **kwargs).check("mxfp4::prepare_moe")
+    w2 = weights["w2"]
+    specs = packed_specs(backend.layout, int(w2.shape[1]), int(w2.shape[2]) * 2, gated)
+    return list(packing.allocate(specs, weights, w2.shape[0]).values())
+
+
+def _prepare_moe(*args: Any, **kwargs: Any) -> list[Tensor]:
+    call = _PrepareCall(*args, **kwargs)
+    backend, gated, weights = call.check("mxfp4::prepare_moe")
+    return packing.pack(weights, backend.layout, gated=gated, interleaved=call.interleaved)
+
+
+def _unprepare_check(packed: Sequence[Tensor], layout: str, hidden: int, intermediate: int, gated: bool) -> Backend:
+    op = "mxfp4::unprepare_moe"
+    backend = checks.layout(op, layout)
+    tensors = checks.named(op, packed, backend, hidden, intermediate, gated=gated)
+    checks.packed(op, dict(tensors), backend, hidden, intermediate, gated=gated)
+    return backend
+
+
+def _unprepare_fake(
+    packed: Sequence[Tensor], *, layout: str, hidden: int, intermediate: int, gated: bool = True
+) -> list[Tensor]:
+    _unprepare_check(packed, layout, hidden, intermediate, gated)
+    present = {n: t for n, t in zip(SLOTS, packed, strict=False) if n not in BIASES or t.shape[1] > 0}
+    out = packing.allocate(canonical_specs(hidden, intermediate, gated), present, packed[0].shape[0])
+    return [out[name] for name in SLOTS]
+
+
+def _unprepare_moe(
+    packed: Sequence[Tensor], *, layout: str, hidden: int, intermediate: int, gated: bool = True
+) -> list[Tensor]:
+    backend = _unprepare_check(packed, layout, hidden, intermediate, gated)
+    return packing.unpack(list(packed), backend.layout, hidden=hidden, intermediate=intermediate, gated=gated)
+
+
+def _repack_check(
+    call: _PrepareCall, packed: Sequence[Tensor], expert: int
+) -> tuple[Backend, bool, dict[str, Tensor], dict[str, Tensor]]:
+    op = "mxfp4::repack_expert"
+    backend, gated, weights = call.check(op, one=True)
+    sizes = (int(weights["w2"].shape[1]), int(weights["w2"].shape[2]) * 2)
+    stacks = checks.named(op, packed, backend, *sizes, gated=gated)
+    checks.packed(op, dict(stacks), backend, *sizes, gated=gated)
+    checks.repack(op, stacks, expert, weights)
+    return backend, gated, weights, stacks
+
+
+def _repack_fake(packed: Sequence[Tensor], expert: int, *args: Any, **kwargs: Any) -> None:
+    _repack_check(_PrepareCall(*args, **kwargs), packed, expert)
+
+
+def _repack_expert(packed: Sequence[Tensor], expert: int, *args: Any, **kwargs: Any) -> None:
+    call = _PrepareCall(*args, **kwargs)
+    backend, gated, weights, stacks = _repack_check(call, packed, expert)
+    packing.need_scale_bytes(weights, backend.layout)
+    packing.pack_expert(stacks, expert, weights, 0, backend.layout, gated=gated, interleaved=call.interleaved)
+
+
+# --- route ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _RouteCall:
+    """The arguments of ``route``, in the schema's order."""
+
+    logits: Tensor
+    correction_bias: Tensor | None
+    input_ids: Tensor | None
+    hash_table: Tensor | None
+    top_k: int
+    method: str = "softmax_topk"
+    groups: int = 1
+    topk_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+
+    def check(self, op: str) -> None:
+        unused = {name: getattr(self, name) for name in ("correction_bias", "input_ids", "hash_table")}
+        checks.route(op, self.logits, self.top_k, self.method, self.renormalize)
+        checks.route_unused(op, self.method, unused, self.groups, self.topk_groups)
+
+
+def _route_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    call = _RouteCall(*args, **kwargs)
+    call.check("mxfp4::route")
+    shape = (call.logits.shape[0], call.top_k)
+    return call.logits.new_empty(shape, dtype=torch.int32), call.logits.new_empty(shape, dtype=torch.float32)
+
+
+def _route(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    call = _RouteCall(*args, **kwargs)
+    call.check("mxfp4::route")
+    logits = call.logits.float()
+    scores = logits if call.method == "topk_softmax" else logits.softmax(-1)
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)  # stable: a tie goes to the lower expert
+    values, ids = values[:, : call.top_k], ids[:, : call.top_k]
+    if call.method == "topk_softmax":
+        values = values.softmax(-1)
+    elif call.renormalize:
+        values = values / values.sum(-1, keepdim=True)
+    return ids.to(torch.int32).contiguous(), (values * call.scale).contiguous()
+
+
+# --- leaves: shapes only; the compiled library has the kernels
+# ---------------------------------------------------------
+
+
+def _native_quant_fake(x: Tensor, scale_rule: int) -> tuple[Tensor, Tensor]:
+    lead, n = x.shape[:-1], x.shape[-1]
+    return x.new_empty(*lead, n // 2, dtype=torch.uint8), x.new_empty(*lead, n // BLOCK, dtype=torch.uint8)
+
+
+def _native_dequant_fake(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return blocks.new_empty(*blocks.shape[:-1], blocks.shape[-1] * 2, dtype=dtype)
+
+
+def _like_x_fake(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+# --- aliases ----------------------------------------------------------------------------------------------------------
+
+
+def _mxfp4_moe(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.ops.mxfp4.moe(*args, **kwargs)
+
+
+def _dequant_mxfp4(x: Tensor, scale: Tensor, float_dtype: torch.dtype) -> Tensor:
+    return torch.ops.mxfp4.dequant(x, scale, dtype=float_dtype)
+
+
+def _qdq_mxfp4(x: Tensor, scale_calculation_mode: str = "even") -> Tensor:
+    checks.scale_rule("mxfp4::qdq_mxfp4", scale_calculation_mode, "scale_calculation_mode")
+    return torch.ops.mxfp4.qdq(x, scale_rule=scale_calculation_mode)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "moe": (_moe, _moe_fake),
+    "route": (_route, _route_fake),
+    "quant": (_quant, _quant_fake),
+    "dequant": (_dequant, _dequant_fake),
+    "qdq": (_qdq, _qdq_fake),
+    "prepare_moe": (_prepare_moe, _prepare_fake),
+    "unprepare_moe": (_unprepare_moe, _unprepare_fake),
+    "repack_expert": (_repack_expert, _repack_fake),
+    "localise": (_localise, _localise_fake),
+}
+_ALIASES: dict[str, Callable[..., Any]] = {
+    "mxfp4_moe": _mxfp4_moe,
+    "dequant_mxfp4": _dequant_mxfp4,
+    "qdq_mxfp4": _qdq_mxfp4,
+}
+_LEAF_FAKES: dict[str, Callable[..., Any]] = {
+    "_native_moe": _like_x_fake,
+    "_native_quant": _native_quant_fake,
+    "_native_dequant": _native_dequant_fake,
+    "_native_qdq": _like_x_fake,
+}
+# Every op with a float output that depends on a float input.
+_WITHOUT_BACKWARD = ("moe", "route", "qdq", "prepare_moe", "unprepare_moe", "_native_moe", "_native_qdq")
+
+
+def _no_backward(name: str) -> Callable[..., NoReturn]:
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"mxfp4::{name}: backward is not implemented. Detach the inputs, or call it under torch.no_grad()."
+        )
+
+    return backward
+
+
+def _register() -> None:
+    for name, schema in (_schemas.PUBLIC | _schemas.ALIASES | _schemas.LEAVES).items():
+        _LIB.define(name + schema)
+    for name, (kernel, fake) in _KERNELS.items():
+        _LIB.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mxfp4::{name}", fake, lib=_LIB)
+    for name, alias in _ALIASES.items():
+        _LIB.impl(name, alias, "CompositeImplicitAutograd")
+    for name, leaf in _LEAF_FAKES.items():
+        torch.library.register_fake(f"mxfp4::{name}", leaf, lib=_LIB)
+    for name in _WITHOUT_BACKWARD:  # torch by itself would leave a gradient of None and say nothing
+        torch.library.register_autograd(f"mxfp4::{name}", _no_backward(name), lib=_LIB)
+    with contextlib.suppress(RuntimeError):  # a wrong MXFP4_CPU_ISA: importing works, the first use of a kernel says it
+        cpu_isa()  # loads the library and asks it now: tracing must not be the first to do so
+
+
+_register()

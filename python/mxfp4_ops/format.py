@@ -1,0 +1,112 @@
+"""The number format in plain torch: this file is the definition that every kernel is tested against.
+
+MXFP4 (OCP Microscaling Formats v1.0): 32 elements share one scale. An element is E2M1 (sign, two exponent bits, one
+mantissa bit; bias 1; no Inf, no NaN); two elements lie in a byte, the even one in the low nibble. The scale byte b is
+E8M0: 2^(b-127) for 0..254, NaN for 255. The scale rules and the treatment of zero, NaN and Inf, which the standard
+leaves open, are written in ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import need
+
+BLOCK = 32  # elements that share one scale byte
+NAN_SCALE = 255  # the scale byte that makes its whole block NaN
+NEUTRAL_SCALE = 127  # 2^0: what padding is filled with
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+# A magnitude lies at code c when it is above c of these bounds; a tie goes to the even code, so the bounds below the
+# even codes (0.75, 1.75, 3.5) belong to the code above and the others to the code below.
+_BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+SCALE_RULES = {"even": 0, "floor": 1, "ceil": 2, "rceil": 3}  # name -> code of the native kernels
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_MANTISSA_BITS = 23
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+_EMAX = 2  # exponent of the largest element, 6 = 1.5 * 2^2
+
+
+def scale_bytes(amax: Tensor, scale_rule: str) -> Tensor:
+    """Choose the scale byte of each block from its largest magnitude, by integer bits alone (no log2).
+
+    Shapes: amax [...] float32, >= 0; Inf stands for a block that holds Inf or NaN. Returns [...] uint8.
+    With E the exponent field and f the mantissa field of amax, the byte is max(E - 2 + up, 0), where up is
+    ``floor`` 0; ``even`` 1 when amax >= 1.75 * 2^e; ``ceil`` 1 when f != 0; ``rceil`` 1 when amax > 1.5 * 2^e, which
+    is the least scale that does not saturate. Inf gives 255.
+    Source: OCP MX v1.0 section 6.3 (floor); the others as quark, torchao and FlashInfer define them.
+    """
+    bits = amax.view(torch.int32)
+    exponent, mantissa = bits >> _MANTISSA_BITS, bits & _MANTISSA
+    bound = {"even": 0x5FFFFF, "floor": _MANTISSA, "ceil": 0, "rceil": 0x400000}[scale_rule]
+    byte = (exponent - _EMAX + (mantissa > bound).to(torch.int32)).clamp_min(0)
+    return torch.where(amax == torch.inf, NAN_SCALE, byte).to(torch.uint8)
+
+
+def scale_values(scales: Tensor) -> Tensor:
+    """Expand E8M0 bytes [...] uint8 to float32 [...], exactly: byte 0 is 2^-127 (a subnormal), byte 255 is NaN."""
+    wide = scales.to(torch.int32)
+    special = (wide == 0) | (
+        wide == NAN_SCALE
+    )  # the mantissa's top bit makes 2^-127 of the first and NaN of the second
+    return ((wide << _MANTISSA_BITS) | torch.where(special, 0x400000, 0).to(torch.int32)).view(torch.float32)
+
+
+def quant(x: Tensor, scale_rule: str) -> tuple[Tensor, Tensor]:
+    """Round x [..., n] to MXFP4: blocks [..., n/2] uint8 and scales [..., n/32] uint8.
+
+    Elements go to the nearest value, ties to the even code, saturating at 6; the sign of zero is kept. A block that
+    holds NaN or Inf gets scale byte 255 and codes 0; a block of zeros gets scale byte 0.
+    """
+    groups = x.to(torch.float32).unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    finite = torch.isfinite(groups).all(-1)
+    amax = torch.where(finite, groups.abs().amax(-1), torch.inf)
+    scales = scale_bytes(amax, scale_rule)
+    # 2^(127-b): exact, since a byte of a finite block is at most 253 and 2^127 and 2^-126 are both normal numbers.
+    inverse = ((2 * 127 - scales.to(torch.int32)).clamp_min(1) << _MANTISSA_BITS).view(torch.float32)
+    value = torch.where(finite[..., None], groups * inverse[..., None], 0.0)
+    magnitude = value.abs()
+    codes = torch.signbit(value).to(torch.uint8) << 3
+    for bound, tie_goes_up in _BOUNDS:
+        codes = codes + (magnitude >= bound if tie_goes_up else magnitude > bound).to(torch.uint8)
+    codes = codes.flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def codes_of(blocks: Tensor) -> Tensor:
+    """Spread blocks [..., n/2] uint8 to one code a byte, [..., n] uint8, low nibble first."""
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+
+
+def dequant(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Expand blocks [..., n/2] and scales [..., n/32], both uint8, to [..., n] of ``dtype``.
+
+    Exact in float32 and bfloat16 wherever the type holds the value (4 and 6 times 2^127 are Inf); float16 rounds once,
+    to nearest even, from the exact value.
+    """
+    table = torch.tensor(VALUES, dtype=torch.float32, device=blocks.device)
+    values = table[codes_of(blocks).to(torch.int32)]
+    values = values.unflatten(-1, (scales.shape[-1], BLOCK)) * scale_values(scales)[..., None]
+    return values.flatten(-2).to(dtype)
+
+
+def qdq(x: Tensor, scale_rule: str) -> Tensor:
+    """Round x [..., n] to what MXFP4 can hold, in x's dtype: ``dequant(*quant(x))`` bit for bit."""
+    return dequant(*quant(x, scale_rule), x.dtype)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a float8_e8m0fnu or float4_e2m1fn_x2 tensor as the bytes it is; uint8 passes through. Never converts
+    values."""
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
+
+
+def need_blocks(op: str, name: str, size: int) -> None:
+    """Refuse a size in elements that is not a positive multiple of 32."""
+    need(
+        bool(size > 0) and bool(size % BLOCK == 0),
+        lambda: f"{op}: {name} must be a positive multiple of {BLOCK}, got {size}.",
+    )

@@ -1,0 +1,113 @@
+"""A module that holds packed experts: buffers under the canonical names, and the layout's tag in its state."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .activation import Activation
+from .errors import need
+from .experts import PackedExperts
+from .layout import SLOTS
+
+_VERSION = 1
+
+
+class MXFP4Experts(torch.nn.Module):
+    """Experts as a layer: ``module(x, topk_ids, topk_weights)`` is one op, on packed weights that stay packed.
+
+    The packed tensors are buffers named w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, aux0, ...; an absent bias is
+    no buffer. The layout's tag, sizes and activation travel in ``state_dict`` as a uint8 tensor of JSON under
+    ``_extra_state``, so a state dict holds tensors only and safetensors takes it as it is. Loading packed tensors of
+    another layout is refused.
+    """
+
+    def __init__(self, packed: PackedExperts, *, weight_on_input: bool = False, batch_invariant: bool = False) -> None:
+        super().__init__()
+        self.layout, self.hidden, self.intermediate = packed.layout, packed.hidden, packed.intermediate
+        self.activation = Activation(packed.activation, packed.alpha, packed.beta, packed.limit)
+        self.weight_on_input, self.batch_invariant = weight_on_input, batch_invariant
+        self._aux_names = [f"aux{i}" for i in range(len(packed.aux))]
+        for name in SLOTS:
+            self.register_buffer(name, getattr(packed, name))
+        for name, tensor in zip(self._aux_names, packed.aux, strict=True):
+            self.register_buffer(name, tensor)
+
+    @property
+    def packed(self) -> PackedExperts:
+        """The tensors as they are now (after ``to(device)``, ``load_state_dict``), sharing storage."""
+        buffers: dict[str, Any] = {name: getattr(self, name) for name in SLOTS}
+        aux = tuple(getattr(self, name) for name in self._aux_names)
+        act = self.activation
+        return PackedExperts(
+            **buffers,
+            aux=aux,
+            layout=self.layout,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            activation=act.name,
+            alpha=act.alpha,
+            beta=act.beta,
+            limit=act.limit,
+        )
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert_ids: Tensor | None = None) -> Tensor:
+        """Shapes, dtypes and errors as ``mxfp4_ops.mxfp4_moe``; x may have leading dimensions [..., H], ids and
+        weights [..., K]."""
+        out = self.packed(
+            x.reshape(-1, x.shape[-1]),
+            topk_ids.reshape(-1, topk_ids.shape[-1]),
+            topk_weights.reshape(-1, topk_weights.shape[-1]),
+            expert_ids=expert_ids,
+            weight_on_input=self.weight_on_input,
+            batch_invariant=self.batch_invariant,
+        )
+        return out.reshape(x.shape)
+
+    def describe(self) -> dict[str, Any]:
+        """What the bytes are: the tag, the logical sizes, the activation. This is what travels in the state."""
+        act = self.activation
+        return {
+            "version": _VERSION,
+            "layout": self.layout,
+            "hidden": self.hidden,
+            "intermediate": self.intermediate,
+            "activation": [act.name, act.alpha, act.beta, act.limit],
+        }
+
+    def get_extra_state(self) -> Tensor:
+        return torch.frombuffer(bytearray(json.dumps(self.describe()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """The check ran before any buffer was written: ``_load_from_state_dict``."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Compare tag, sizes and activation before a byte is copied: another layout's bytes of equal shape are
+        garbage."""
+        state = state_dict.get(prefix + "_extra_state")
+        if state is not None:
+            self._need_same(json.loads(bytes(state.cpu().tolist())))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _need_same(self, found: dict[str, Any]) -> None:
+        mine = self.describe()
+        need(
+            found.get("layout") == self.layout,
+            lambda: (
+                f"MXFP4Experts: the state's layout must be {self.layout!r}, got {found.get('layout')!r}. "
+                "Call mxfp4_ops.unprepare() where it was packed, and prepare() here."
+            ),
+        )
+        need(
+            found == mine,
+            lambda: f"MXFP4Experts: the state must describe {mine}, got {found}.",
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"experts={len(self.packed.w13)}, hidden={self.hidden}, intermediate={self.intermediate}, "
+            f"activation={self.activation.name!r}, layout={self.layout!r}"
+        )
