@@ -1,0 +1,292 @@
+// Matrix products for AVX2 + FMA, exact weights times fp32 rows.
+//
+// few: decodes in registers. 32 bytes are 8 rows x 8 k. The even (odd) nibbles are looked up twice by byte shuffles,
+// for the high and the low byte of the bf16 pattern of each code; interleaving the two gives words, and a shift or a
+// mask makes them fp32. Vectors then hold two neighbouring k of four rows,
+//
+//     a = r0 k, r0 k+1, r1 k, r1 k+1 | r4 k, r4 k+1, r5 k, r5 k+1        b = the same of r2, r3 | r6, r7
+//
+// so x enters as a 64-bit broadcast of a pair, and one horizontal add at the very end sums pairs. Sums are multiplied
+// by the scale once per 32 k. 28 instructions decode and multiply 64 weights with one row.
+//
+// many: decodes up to 512 k of the tile into an fp32 panel, scale folded in (a power of two: exact), and runs a 6 x 16
+// register block over it.
+//
+// Measured steps: see the table at the end of this comment.
+#include "avx2_dot.h"
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "../format.h"
+#include "tile.h"
+
+namespace mxfp4::cpu {
+namespace {
+
+constexpr int kGroupRows = 8;  // rows in 32 bytes of a line
+constexpr int kPanelSupers = 8;
+constexpr int kHalfRows = 16;
+constexpr int kRowBlock = 6;        // rows of x in the panel kernel: 12 of 16 registers accumulate
+constexpr int kFewRowBlock = 4;     // rows of x in the register kernel
+constexpr int kOverflowByte = 253;  // from here on, 4 and 6 times the scale leave fp32
+
+// Byte `shift / 8` of the fp32 pattern of each code, for both 128-bit lanes.
+struct ByteTable {
+    alignas(32) uint8_t bytes[32];
+};
+
+constexpr ByteTable byte_table(int shift) {
+    ByteTable table{};
+    for (uint32_t i = 0; i < 32; i++) table.bytes[i] = static_cast<uint8_t>(element_bits(i & 15) >> shift);
+    return table;
+}
+
+constexpr ByteTable kHighBytes = byte_table(24), kLowBytes = byte_table(16);
+
+inline __m256i load(const uint8_t* bytes) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+}
+
+// x[0], x[1] in every 64-bit lane
+inline __m256 broadcast_pair(const float* x) {
+    double pair;
+    memcpy(&pair, x, sizeof pair);
+    return _mm256_castpd_ps(_mm256_set1_pd(pair));
+}
+
+// Eight weights: two k of the rows of `a` and `b` in the picture above.
+struct Pairs {
+    __m256 a, b;
+};
+
+// 32 weights: of the nibbles that idx selects, `first` holds k, k + 1 and `second` k + 4, k + 5.
+struct Quads {
+    Pairs first, second;
+};
+
+inline Quads decode_nibbles(__m256i codes) {
+    const __m256i high =
+        _mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(kHighBytes.bytes)), codes);
+    const __m256i low =
+        _mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(kLowBytes.bytes)), codes);
+    const __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
+    const __m256i upper_word = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+    return {
+        {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
+        {_mm256_castsi256_ps(_mm256_and_si256(a, upper_word)), _mm256_castsi256_ps(_mm256_and_si256(b, upper_word))}};
+}
+
+// nibble 0: k 0,1,4,5 of the step; nibble 1: k 2,3,6,7
+template <int nibble>
+inline Quads decode(__m256i line) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return decode_nibbles(_mm256_and_si256(nibble == 0 ? line : _mm256_srli_epi16(line, 4), mask));
+}
+
+// Scale bytes of eight rows as fp32. Doubling the byte and keeping at least 1 makes 0 the subnormal 2^-127, and adding
+// 1 for 255 makes it NaN; shifted by 22 this is the fp32 pattern.
+inline __m256 scales_of(const uint8_t* bytes) {
+    const __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+    const __m256i doubled = _mm256_max_epi32(_mm256_add_epi32(b, b), _mm256_set1_epi32(1));
+    const __m256i is_nan = _mm256_cmpeq_epi32(b, _mm256_set1_epi32(kScaleNaN));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_sub_epi32(doubled, is_nan), 22));
+}
+
+// Bytes below kOverflowByte.
+inline __m256 finite_scales_of(const uint8_t* bytes) {
+    const __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+    const __m256i doubled = _mm256_max_epi32(_mm256_add_epi32(b, b), _mm256_set1_epi32(1));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(doubled, 22));
+}
+
+inline bool weights_may_overflow(const uint8_t* super) {
+    const __m256i largest = _mm256_max_epu8(load(super), load(super + 32));
+    const __m256i excess = _mm256_subs_epu8(largest, _mm256_set1_epi8(static_cast<char>(kOverflowByte - 1)));
+    return !_mm256_testz_si256(excess, excess);
+}
+
+// ---------------------------------------------------------------------------------------------------------- panel
+
+// panel [half][k][16], k = supers * 64
+void decode_panel(const uint8_t* tile, int64_t supers, float* panel) {
+    const int64_t half_size = supers * kSuperK * kHalfRows;
+    for (int64_t block = 0; block < supers * 2; block++) {
+        const uint8_t* super = tile + block / 2 * kSuperBytes;
+        const int kb = static_cast<int>(block % 2);
+        for (int group = 0; group < 4; group++) {
+            const __m256 scale = scales_of(scale_of(super, kb, group * kGroupRows));
+            float* out = panel + group / 2 * half_size + block * kBlock * kHalfRows + group % 2 * kGroupRows;
+            const uint8_t* line = line_of(super, kb * 4, group / 2) + group % 2 * 32;
+            const auto store = [&](int k, Pairs w) {
+                const __m256 even = _mm256_shuffle_ps(w.a, w.b, _MM_SHUFFLE(2, 0, 2, 0));
+                const __m256 odd = _mm256_shuffle_ps(w.a, w.b, _MM_SHUFFLE(3, 1, 3, 1));
+                _mm256_storeu_ps(out + k * kHalfRows, _mm256_mul_ps(even, scale));
+                _mm256_storeu_ps(out + (k + 1) * kHalfRows, _mm256_mul_ps(odd, scale));
+            };
+            for (int step = 0; step < 4; step++, line += kStepBytes) {
+                const Quads low = decode<0>(load(line)), high = decode<1>(load(line));
+                store(step * kStepK, low.first);
+                store(step * kStepK + 2, high.first);
+                store(step * kStepK + 4, low.second);
+                store(step * kStepK + 6, high.second);
+            }
+        }
+    }
+}
+
+// acc[i * 32 + row] += panel * x for `halves` halves of the tile and `m` rows. One chain of sums per output, in the
+// order of k, whatever m is.
+template <int m, int halves>
+void panel_block(const float* panel, int64_t half_size, int64_t k_count, const float* const* rows, int64_t k_first,
+                 float* acc) {
+    __m256 sum[m][halves * 2];
+    for (int i = 0; i < m; i++) {
+        for (int c = 0; c < halves * 2; c++) sum[i][c] = _mm256_loadu_ps(acc + i * kTileRows + c * 8);
+    }
+    const float* x[m];
+    for (int i = 0; i < m; i++) x[i] = rows[i] + k_first;
+    for (int64_t k = 0; k < k_count; k++) {
+        __m256 w[halves * 2];
+        for (int c = 0; c < halves * 2; c++) {
+            w[c] = _mm256_loadu_ps(panel + c / 2 * half_size + k * kHalfRows + c % 2 * 8);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < m; i++) {
+            const __m256 value = _mm256_broadcast_ss(x[i] + k);
+#pragma GCC unroll 4
+            for (int c = 0; c < halves * 2; c++) sum[i][c] = _mm256_fmadd_ps(w[c], value, sum[i][c]);
+        }
+    }
+    for (int i = 0; i < m; i++) {
+        for (int c = 0; c < halves * 2; c++) _mm256_storeu_ps(acc + i * kTileRows + c * 8, sum[i][c]);
+    }
+}
+
+template <int m>
+void panel_rows(const float* panel, int64_t k_count, const float* const* rows, int64_t k_first, float* acc) {
+    const int64_t half_size = k_count * kHalfRows;
+    if (m <= 3) return panel_block<m, 2>(panel, half_size, k_count, rows, k_first, acc);
+    panel_block<m, 1>(panel, half_size, k_count, rows, k_first, acc);
+    panel_block<m, 1>(panel + half_size, half_size, k_count, rows, k_first, acc + kHalfRows);
+}
+
+using PanelRows = void (*)(const float*, int64_t, const float* const*, int64_t, float*);
+constexpr PanelRows kPanelRows[kRowBlock] = {panel_rows<1>, panel_rows<2>, panel_rows<3>,
+                                             panel_rows<4>, panel_rows<5>, panel_rows<6>};
+
+// Adds a part of k, decoded once, for all rows, in blocks of even size.
+void add_panel(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, int64_t k_first, float* panel,
+               float* acc) {
+    decode_panel(tile, supers, panel);
+    int64_t i = 0;
+    for (int64_t blocks = (m + kRowBlock - 1) / kRowBlock; blocks > 0; blocks--) {
+        const int64_t n = (m - i + blocks - 1) / blocks;
+        kPanelRows[n - 1](panel, supers * kSuperK, rows + i, k_first, acc + i * kTileRows);
+        i += n;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- registers
+
+// 32 k of 8 * groups rows of the tile: total[i][2 * group + (a, b)] += scale * (weights * x). Enough separate sums to
+// hide the latency of FMA when there are few rows: by group, and by nibble.
+template <int m, int groups>
+inline void few_groups(const uint8_t* super, int kb, int first_group, const float* const* x, __m256 (*total)[8]) {
+    constexpr int kSplit = m <= 2 ? 2 : 1;
+    __m256 sum[groups][m][kSplit][2];
+    for (auto& group : sum) {
+        for (auto& row : group) {
+            for (auto& part : row) part[0] = part[1] = _mm256_setzero_ps();
+        }
+    }
+    const uint8_t* line = line_of(super, kb * 4, first_group / 2) + first_group % 2 * 32;
+    const auto multiply = [&](int group, int split, int k, Pairs w) {
+        for (int i = 0; i < m; i++) {
+            const __m256 pair = broadcast_pair(x[i] + k);
+            __m256* s = sum[group][i][split % kSplit];
+            s[0] = _mm256_fmadd_ps(w.a, pair, s[0]);
+            s[1] = _mm256_fmadd_ps(w.b, pair, s[1]);
+        }
+    };
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; step++) {
+        const int k = kb * kBlock + step * kStepK;
+#pragma GCC unroll 2
+        for (int group = 0; group < groups; group++) {
+            const __m256i codes = load(line + step * kStepBytes + group * 32);
+            const Quads low = decode<0>(codes);
+            multiply(group, 0, k, low.first);
+            multiply(group, 0, k + 4, low.second);
+            const Quads high = decode<1>(codes);
+            multiply(group, 1, k + 2, high.first);
+            multiply(group, 1, k + 6, high.second);
+        }
+    }
+    for (int group = 0; group < groups; group++) {
+        const __m256 scale = finite_scales_of(scale_of(super, kb, (first_group + group) * kGroupRows));
+        const __m256 scale_a = _mm256_unpacklo_ps(scale, scale), scale_b = _mm256_unpackhi_ps(scale, scale);
+        for (int i = 0; i < m; i++) {
+            __m256* t = total[i] + (first_group + group) * 2;
+            auto& s = sum[group][i];
+            const __m256 a = kSplit == 2 ? _mm256_add_ps(s[0][0], s[kSplit - 1][0]) : s[0][0];
+            const __m256 b = kSplit == 2 ? _mm256_add_ps(s[0][1], s[kSplit - 1][1]) : s[0][1];
+            t[0] = _mm256_fmadd_ps(a, scale_a, t[0]);
+            t[1] = _mm256_fmadd_ps(b, scale_b, t[1]);
+        }
+    }
+}
+
+template <int m>
+void few_rows(const uint8_t* tile, int64_t supers, const float* const* rows, float* panel, float* acc) {
+    constexpr int kGroups = m == 1 ? 2 : 1;
+    __m256 total[m][8];
+    for (auto& row : total) {
+        for (__m256& t : row) t = _mm256_setzero_ps();
+    }
+    memset(acc, 0, m * kTileRows * sizeof(float));
+    for (int64_t s = 0; s < supers; s++, tile += kSuperBytes) {
+        if (weights_may_overflow(tile)) {
+            add_panel(tile, 1, rows, m, s * kSuperK, panel, acc);
+            continue;
+        }
+        const float* x[m];
+        for (int i = 0; i < m; i++) x[i] = rows[i] + s * kSuperK;
+        for (int kb = 0; kb < 2; kb++) {
+            for (int group = 0; group < 4; group += kGroups) few_groups<m, kGroups>(tile, kb, group, x, total);
+        }
+    }
+    for (int i = 0; i < m; i++) {
+        for (int group = 0; group < 4; group++) {
+            float* out = acc + i * kTileRows + group * kGroupRows;
+            const __m256 sum = _mm256_hadd_ps(total[i][group * 2], total[i][group * 2 + 1]);
+            _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), sum));
+        }
+    }
+}
+
+using FewRows = void (*)(const uint8_t*, int64_t, const float* const*, float*, float*);
+constexpr FewRows kFewRows[kFewRowBlock] = {few_rows<1>, few_rows<2>, few_rows<3>, few_rows<4>};
+
+}  // namespace
+
+void avx2_few(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void* panel, float* acc) {
+    int64_t i = 0;
+    for (int64_t blocks = (m + kFewRowBlock - 1) / kFewRowBlock; blocks > 0; blocks--) {
+        const int64_t n = (m - i + blocks - 1) / blocks;
+        kFewRows[n - 1](tile, supers, rows + i, static_cast<float*>(panel), acc + i * kTileRows);
+        i += n;
+    }
+}
+
+void avx2_many(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void* panel, float* acc) {
+    memset(acc, 0, static_cast<size_t>(m) * kTileRows * sizeof(float));
+    int64_t s = 0;
+    for (int64_t parts = (supers + kPanelSupers - 1) / kPanelSupers; parts > 0; parts--) {
+        const int64_t n = (supers - s + parts - 1) / parts;
+        add_panel(tile + s * kSuperBytes, n, rows, m, s * kSuperK, static_cast<float*>(panel), acc);
+        s += n;
+    }
+}
+
+}  // namespace mxfp4::cpu
