@@ -12,7 +12,6 @@
 // many: decodes up to 512 k of the tile into an fp32 panel, scale folded in (a power of two: exact), and runs a 6 x 16
 // register block over it.
 //
-// Measured steps: see the table at the end of this comment.
 #include "avx2_dot.h"
 
 #include <immintrin.h>
@@ -48,11 +47,19 @@ inline __m256i load(const uint8_t* bytes) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
 }
 
-// x[0], x[1] in every 64-bit lane
+// Calls f(0) ... f(n - 1), unrolled before arrays are split into registers; without it they stay in memory.
+template <int n, class F>
+__attribute__((always_inline)) inline void for_each(F f) {
+#pragma GCC unroll 32
+    for (int i = 0; i < n; i++) f(i);
+}
+
+// x[0], x[1] in every 64-bit lane. As an intrinsic, GCC 12 hoists all broadcasts of a block to its top and spills them,
+// which costs a third of the speed; an asm statement stays where it is used.
 inline __m256 broadcast_pair(const float* x) {
-    double pair;
-    memcpy(&pair, x, sizeof pair);
-    return _mm256_castpd_ps(_mm256_set1_pd(pair));
+    __m256 pair;
+    asm volatile("vbroadcastsd %1, %0" : "=x"(pair) : "m"(*reinterpret_cast<const float (*)[2]>(x)));
+    return pair;
 }
 
 // Eight weights: two k of the rows of `a` and `b` in the picture above.
@@ -60,28 +67,17 @@ struct Pairs {
     __m256 a, b;
 };
 
-// 32 weights: of the nibbles that idx selects, `first` holds k, k + 1 and `second` k + 4, k + 5.
-struct Quads {
-    Pairs first, second;
-};
-
-inline Quads decode_nibbles(__m256i codes) {
-    const __m256i high =
-        _mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(kHighBytes.bytes)), codes);
-    const __m256i low =
-        _mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(kLowBytes.bytes)), codes);
+// The nibbles 0 (or 1) of eight rows, 32 weights: `first` holds k 0, 1 (or 2, 3) of the step, `second` 4, 5 (or 6, 7).
+template <int nibble>
+inline void decode(__m256i line, Pairs& first, Pairs& second) {
+    const __m256i codes = _mm256_and_si256(nibble == 0 ? line : _mm256_srli_epi16(line, 4), _mm256_set1_epi8(15));
+    const __m256i high = _mm256_shuffle_epi8(load(kHighBytes.bytes), codes);
+    const __m256i low = _mm256_shuffle_epi8(load(kLowBytes.bytes), codes);
     const __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
     const __m256i upper_word = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-    return {
-        {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
-        {_mm256_castsi256_ps(_mm256_and_si256(a, upper_word)), _mm256_castsi256_ps(_mm256_and_si256(b, upper_word))}};
-}
-
-// nibble 0: k 0,1,4,5 of the step; nibble 1: k 2,3,6,7
-template <int nibble>
-inline Quads decode(__m256i line) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    return decode_nibbles(_mm256_and_si256(nibble == 0 ? line : _mm256_srli_epi16(line, 4), mask));
+    first = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+    second = {_mm256_castsi256_ps(_mm256_and_si256(a, upper_word)),
+              _mm256_castsi256_ps(_mm256_and_si256(b, upper_word))};
 }
 
 // Scale bytes of eight rows as fp32. Doubling the byte and keeping at least 1 makes 0 the subnormal 2^-127, and adding
@@ -125,11 +121,13 @@ void decode_panel(const uint8_t* tile, int64_t supers, float* panel) {
                 _mm256_storeu_ps(out + (k + 1) * kHalfRows, _mm256_mul_ps(odd, scale));
             };
             for (int step = 0; step < 4; step++, line += kStepBytes) {
-                const Quads low = decode<0>(load(line)), high = decode<1>(load(line));
-                store(step * kStepK, low.first);
-                store(step * kStepK + 2, high.first);
-                store(step * kStepK + 4, low.second);
-                store(step * kStepK + 6, high.second);
+                Pairs first, second;
+                decode<0>(load(line), first, second);
+                store(step * kStepK, first);
+                store(step * kStepK + 4, second);
+                decode<1>(load(line), first, second);
+                store(step * kStepK + 2, first);
+                store(step * kStepK + 6, second);
             }
         }
     }
@@ -141,13 +139,17 @@ template <int m, int halves>
 void panel_block(const float* panel, int64_t half_size, int64_t k_count, const float* const* rows, int64_t k_first,
                  float* acc) {
     __m256 sum[m][halves * 2];
+#pragma GCC unroll 8
     for (int i = 0; i < m; i++) {
+#pragma GCC unroll 8
         for (int c = 0; c < halves * 2; c++) sum[i][c] = _mm256_loadu_ps(acc + i * kTileRows + c * 8);
     }
     const float* x[m];
+#pragma GCC unroll 8
     for (int i = 0; i < m; i++) x[i] = rows[i] + k_first;
     for (int64_t k = 0; k < k_count; k++) {
         __m256 w[halves * 2];
+#pragma GCC unroll 8
         for (int c = 0; c < halves * 2; c++) {
             w[c] = _mm256_loadu_ps(panel + c / 2 * half_size + k * kHalfRows + c % 2 * 8);
         }
@@ -158,7 +160,9 @@ void panel_block(const float* panel, int64_t half_size, int64_t k_count, const f
             for (int c = 0; c < halves * 2; c++) sum[i][c] = _mm256_fmadd_ps(w[c], value, sum[i][c]);
         }
     }
+#pragma GCC unroll 8
     for (int i = 0; i < m; i++) {
+#pragma GCC unroll 8
         for (int c = 0; c < halves * 2; c++) _mm256_storeu_ps(acc + i * kTileRows + c * 8, sum[i][c]);
     }
 }
@@ -189,77 +193,66 @@ void add_panel(const uint8_t* tile, int64_t supers, const float* const* rows, in
 
 // ------------------------------------------------------------------------------------------------------- registers
 
-// 32 k of 8 * groups rows of the tile: total[i][2 * group + (a, b)] += scale * (weights * x). Enough separate sums to
-// hide the latency of FMA when there are few rows: by group, and by nibble.
-template <int m, int groups>
-inline void few_groups(const uint8_t* super, int kb, int first_group, const float* const* x, __m256 (*total)[8]) {
+// 32 k of eight rows of the tile: total[i][a, b] += scale * (weights * x). Even and odd nibbles have sums of their own
+// when there are few rows, to hide the latency of FMA. line, scales: of these rows; x: at the first of the 32 k.
+template <int m>
+inline void few_group(const uint8_t* line, const uint8_t* scales, const float* const* x, __m256 (*total)[2]) {
     constexpr int kSplit = m <= 2 ? 2 : 1;
-    __m256 sum[groups][m][kSplit][2];
-    for (auto& group : sum) {
-        for (auto& row : group) {
-            for (auto& part : row) part[0] = part[1] = _mm256_setzero_ps();
-        }
-    }
-    const uint8_t* line = line_of(super, kb * 4, first_group / 2) + first_group % 2 * 32;
-    const auto multiply = [&](int group, int split, int k, Pairs w) {
-        for (int i = 0; i < m; i++) {
+    __m256 sum[m][kSplit][2];
+    for_each<m * kSplit * 2>([&](int i) { (&sum[0][0][0])[i] = _mm256_setzero_ps(); });
+    const auto multiply = [&](int split, int k, Pairs w) {
+        for_each<m>([&](int i) {
             const __m256 pair = broadcast_pair(x[i] + k);
-            __m256* s = sum[group][i][split % kSplit];
+            __m256* s = sum[i][split % kSplit];
             s[0] = _mm256_fmadd_ps(w.a, pair, s[0]);
             s[1] = _mm256_fmadd_ps(w.b, pair, s[1]);
-        }
+        });
     };
-#pragma GCC unroll 4
-    for (int step = 0; step < 4; step++) {
-        const int k = kb * kBlock + step * kStepK;
-#pragma GCC unroll 2
-        for (int group = 0; group < groups; group++) {
-            const __m256i codes = load(line + step * kStepBytes + group * 32);
-            const Quads low = decode<0>(codes);
-            multiply(group, 0, k, low.first);
-            multiply(group, 0, k + 4, low.second);
-            const Quads high = decode<1>(codes);
-            multiply(group, 1, k + 2, high.first);
-            multiply(group, 1, k + 6, high.second);
-        }
-    }
-    for (int group = 0; group < groups; group++) {
-        const __m256 scale = finite_scales_of(scale_of(super, kb, (first_group + group) * kGroupRows));
-        const __m256 scale_a = _mm256_unpacklo_ps(scale, scale), scale_b = _mm256_unpackhi_ps(scale, scale);
-        for (int i = 0; i < m; i++) {
-            __m256* t = total[i] + (first_group + group) * 2;
-            auto& s = sum[group][i];
-            const __m256 a = kSplit == 2 ? _mm256_add_ps(s[0][0], s[kSplit - 1][0]) : s[0][0];
-            const __m256 b = kSplit == 2 ? _mm256_add_ps(s[0][1], s[kSplit - 1][1]) : s[0][1];
-            t[0] = _mm256_fmadd_ps(a, scale_a, t[0]);
-            t[1] = _mm256_fmadd_ps(b, scale_b, t[1]);
-        }
-    }
+    for_each<4>([&](int step) {
+        Pairs first, second;
+        decode<0>(load(line + step * kStepBytes), first, second);
+        multiply(0, step * kStepK, first);
+        multiply(0, step * kStepK + 4, second);
+        decode<1>(load(line + step * kStepBytes), first, second);
+        multiply(1, step * kStepK + 2, first);
+        multiply(1, step * kStepK + 6, second);
+    });
+    const __m256 scale = finite_scales_of(scales);
+    const __m256 scale_a = _mm256_unpacklo_ps(scale, scale), scale_b = _mm256_unpackhi_ps(scale, scale);
+    for_each<m>([&](int i) {
+        const auto part = [&](int c) {
+            return kSplit == 1 ? sum[i][0][c] : _mm256_add_ps(sum[i][0][c], sum[i][kSplit - 1][c]);
+        };
+        total[i][0] = _mm256_fmadd_ps(part(0), scale_a, total[i][0]);
+        total[i][1] = _mm256_fmadd_ps(part(1), scale_b, total[i][1]);
+    });
 }
 
 template <int m>
 void few_rows(const uint8_t* tile, int64_t supers, const float* const* rows, float* panel, float* acc) {
-    constexpr int kGroups = m == 1 ? 2 : 1;
-    __m256 total[m][8];
-    for (auto& row : total) {
-        for (__m256& t : row) t = _mm256_setzero_ps();
-    }
+    __m256 total[4][m][2];  // by group
+    for_each<4 * m * 2>([&](int i) { (&total[0][0][0])[i] = _mm256_setzero_ps(); });
     memset(acc, 0, m * kTileRows * sizeof(float));
     for (int64_t s = 0; s < supers; s++, tile += kSuperBytes) {
         if (weights_may_overflow(tile)) {
             add_panel(tile, 1, rows, m, s * kSuperK, panel, acc);
             continue;
         }
-        const float* x[m];
-        for (int i = 0; i < m; i++) x[i] = rows[i] + s * kSuperK;
         for (int kb = 0; kb < 2; kb++) {
-            for (int group = 0; group < 4; group += kGroups) few_groups<m, kGroups>(tile, kb, group, x, total);
+            const float* x[m];
+            for_each<m>([&](int i) { x[i] = rows[i] + s * kSuperK + kb * kBlock; });
+            // Not unrolled: the compiler would keep broadcasts of x for the next group on the stack.
+#pragma GCC unroll 1
+            for (int64_t group = 0; group < 4; group++) {
+                few_group<m>(line_of(tile, kb * 4, 0) + group * 32, scale_of(tile, kb, 0) + group * kGroupRows, x,
+                             total[group]);
+            }
         }
     }
     for (int i = 0; i < m; i++) {
         for (int group = 0; group < 4; group++) {
             float* out = acc + i * kTileRows + group * kGroupRows;
-            const __m256 sum = _mm256_hadd_ps(total[i][group * 2], total[i][group * 2 + 1]);
+            const __m256 sum = _mm256_hadd_ps(total[group][i][0], total[group][i][1]);
             _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), sum));
         }
     }

@@ -56,7 +56,7 @@ constexpr float kTinyBf16 = 0x1p-100f;  // below it, products may fall into the 
 // The weights count as what dequant makes of them in fp32: codes that overflow under scale bytes 253 and 254 are Inf.
 using TileDot = void (*)(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void* panel,
                          float* acc);
-// The same for rows of bf16; false, with nothing written, when this tile needs the fp32 kernel to be exact.
+// The same for rows of bf16; false, and acc unspecified, when this tile needs the fp32 kernel to be exact.
 using TileDotBf16 = bool (*)(const uint8_t* tile, int64_t supers, const uint16_t* const* rows, int64_t m, void* panel,
                              float* acc);
 
@@ -78,6 +78,7 @@ struct Kernels {
     int64_t few_limit;
     TileDotBf16 few_bf16;   // null where the ISA has no bf16 dot product; takes no rows with range flags
     TileDotBf16 many_bf16;  // null together with few_bf16
+    int64_t few_limit_bf16;
 
     // Element-wise parts of the layer.
     // range: flags of finite values with 0 < |x| < tiny or |x| > kHuge.

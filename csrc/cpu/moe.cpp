@@ -117,8 +117,9 @@ void Layer::multiply(const Product& product, Finish finish) {
 
 void Layer::dot(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
                 const ThreadScratch& scratch) {
-    const bool few = m <= k_.few_limit && !a_.batch_invariant;
-    if (product.rows.storage == Dtype::bf16) {
+    const bool bf16 = product.rows.storage == Dtype::bf16;
+    const bool few = m <= (bf16 ? k_.few_limit_bf16 : k_.few_limit) && !a_.batch_invariant;
+    if (bf16) {
         const TileDotBf16 kernel = few ? k_.few_bf16 : k_.many_bf16;
         const auto* bf16_rows = reinterpret_cast<const uint16_t* const*>(rows);
         if (path == Path::any && kernel(tile, product.supers, bf16_rows, m, scratch.panel, scratch.acc)) return;

@@ -150,21 +150,21 @@ void accumulate(float* acc, const float* y, float w, int64_t n) {
 }  // namespace
 
 const Kernels& scalar_kernels() {
-    static const Kernels table = {
-        "scalar",
-        to_float,
-        from_float,
-        quant,
-        dequant,
-        tile_dot,
-        tile_dot,
-        /*few_limit=*/kMaxRows,
-        /*few_bf16=*/nullptr,
-        /*many_bf16=*/nullptr,
-        range,
-        activate,
-        accumulate,
-    };
+    static const Kernels table = [] {
+        Kernels k{};  // the optional entries stay null
+        k.name = "scalar";
+        k.to_float = to_float;
+        k.from_float = from_float;
+        k.quant = quant;
+        k.dequant = dequant;
+        k.few = tile_dot;
+        k.many = tile_dot;
+        k.few_limit = kMaxRows;
+        k.range = range;
+        k.activate = activate;
+        k.accumulate = accumulate;
+        return k;
+    }();
     return table;
 }
 
