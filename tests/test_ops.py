@@ -1,0 +1,215 @@
+"""Every op: opcheck, shapes, strides, dtypes, strided inputs, T = 0, 1, 5."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import mxfp4_ops
+import pytest
+import torch
+from mxfp4_ops import Activation, PackedExperts, _ops, _schemas, prepare
+from mxfp4_ops.backends import Backend
+from problems import TINY, Problem, inputs, weights
+from torch import Tensor
+
+OPS = torch.ops.mxfp4
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+# opcheck itself multiplies or copies its arguments, which e8m0 and float4 tensors cannot do on a CPU.
+VIEW_CHECKS = ("test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def opcheck(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, checks: Any = ALL_CHECKS) -> None:
+    results = torch.library.opcheck(op, args, kwargs or {}, test_utils=checks)
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+def moe_call(
+    packed: PackedExperts, x: Tensor, ids: Tensor, routing: Tensor, **kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Arguments of ``torch.ops.mxfp4.moe`` for packed experts."""
+    p = packed
+    args = (x, ids, routing, p.w13, p.w13_scale, p.w13_bias, p.w2, p.w2_scale, p.w2_bias, list(p.aux))
+    sizes = {"layout": p.layout, "hidden": p.hidden, "intermediate": p.intermediate, "activation": p.activation}
+    return args, {**sizes, "alpha": p.alpha, "beta": p.beta, "limit": p.limit, **kwargs}
+
+
+def strided(t: Tensor) -> Tensor:
+    """The same values with gaps between them."""
+    wide = torch.zeros(*t.shape[:-1], t.shape[-1] * 2, dtype=t.dtype, device=t.device)
+    wide[..., ::2] = t
+    return wide[..., ::2]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_opcheck_moe(runnable: tuple[str, Backend], tokens: int, bias: bool, ids_dtype: torch.dtype) -> None:
+    device, backend = runnable
+    problem = TINY.with_(tokens=tokens, bias=bias, hidden=64, intermediate=32)
+    packed = prepare(weights(problem, device=device), prefer=backend.name)
+    x, ids, routing = inputs(problem, device=device)
+    opcheck(OPS.moe, *moe_call(packed, x, ids.to(ids_dtype), routing))
+    opcheck(OPS.moe, *moe_call(packed, strided(x), strided(ids.to(ids_dtype)), strided(routing)))
+    if tokens == 5:
+        opcheck(OPS.mxfp4_moe, *moe_call(packed, x, ids.to(ids_dtype), routing))
+        opcheck(OPS.moe, *moe_call(packed, x.float().requires_grad_(), ids, routing), checks=("test_faketensor",))
+
+
+def test_opcheck_moe_with_expert_ids_and_views(runnable: tuple[str, Backend]) -> None:
+    device, backend = runnable
+    problem = TINY.with_(hidden=64, intermediate=32)
+    packed = prepare(weights(problem, device=device), prefer=backend.name)
+    args, kwargs = moe_call(packed, *inputs(problem, device=device))
+    order = torch.tensor([6, 2, 9, 0, 4, 3, 11], dtype=torch.int32, device=device)
+    opcheck(OPS.moe, (*args, order), kwargs)
+    views = list(args)
+    for place, dtype in ((3, torch.float4_e2m1fn_x2), (4, torch.float8_e8m0fnu), (6, torch.float4_e2m1fn_x2)):
+        views[place] = args[place].view(dtype)
+    opcheck(OPS.moe, tuple(views), kwargs, VIEW_CHECKS)
+    assert torch.equal(OPS.moe(*views, **kwargs), OPS.moe(*args, **kwargs))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 32), (5, 96), (2, 3, 64)])
+def test_opcheck_quant_dequant_qdq(device: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device=device)
+    blocks, scales = OPS.quant(x)
+    for rule in ("even", "ceil"):
+        opcheck(OPS.quant, (x,), {"scale_rule": rule})
+        opcheck(OPS.qdq, (x.bfloat16(),), {"scale_rule": rule})
+    opcheck(OPS.quant, (strided(x),))
+    opcheck(OPS.qdq, (strided(x.half()),))
+    for dtype in (None, torch.float32, torch.float16):
+        opcheck(OPS.dequant, (blocks, scales), {"dtype": dtype})
+    opcheck(OPS.dequant, (strided(blocks), strided(scales)))
+    opcheck(OPS.dequant, (blocks.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e8m0fnu)), None, VIEW_CHECKS)
+    opcheck(OPS.dequant_mxfp4, (blocks, scales, torch.float32))
+    opcheck(OPS.qdq_mxfp4, (x, "floor"))
+
+
+def test_strided_inputs_give_the_same_numbers(runnable: tuple[str, Backend]) -> None:
+    device, backend = runnable
+    x = torch.randn(4, 64, device=device)
+    assert torch.equal(OPS.qdq(x.t().contiguous().t()), OPS.qdq(x))
+    blocks, scales = OPS.quant(x)
+    assert torch.equal(OPS.dequant(strided(blocks), strided(scales)), OPS.dequant(blocks, scales))
+    packed, args = prepare(weights(TINY, device=device), prefer=backend.name), inputs(TINY, device=device)
+    assert torch.equal(packed(*map(strided, args)), packed(*args))
+    experts = weights(TINY, device=device)
+    gaps = type(experts)(*(None if t is None else strided(t) for t in experts.tensors().values()))
+    again = prepare(gaps, prefer=backend.name)
+    assert torch.equal(again(*args), packed(*args))
+
+
+@pytest.mark.parametrize("activation", ["swigluoai", "silu_no_mul"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck_prepare_unprepare_repack(runnable: tuple[str, Backend], activation: str, bias: bool) -> None:
+    device, backend = runnable
+    problem = TINY.with_(bias=bias, activation=activation, experts=2)
+    six = tuple(weights(problem, device=device).tensors().values())
+    options = {"layout": backend.layout.tag, "activation": activation}
+    opcheck(OPS.prepare_moe, six, {**options, "interleaved": problem.gated})
+    packed = OPS.prepare_moe(*six, **options)
+    sizes = {"hidden": problem.hidden, "intermediate": problem.intermediate, "gated": problem.gated}
+    opcheck(OPS.unprepare_moe, (packed,), {"layout": backend.layout.tag, **sizes})
+    one = tuple(None if t is None else t[1] for t in six)
+    opcheck(OPS.repack_expert, (packed, 0, *one), options)  # on copies
+    before = [t.data_ptr() for t in packed]
+    OPS.repack_expert(packed, 0, *one, **options)
+    assert [t.data_ptr() for t in packed] == before
+    again = OPS.unprepare_moe(packed, layout=backend.layout.tag, **sizes)
+    for found, given in zip(again, six, strict=True):
+        assert found.numel() == 0 if given is None else torch.equal(found, torch.stack([given[1], given[1]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_opcheck_localise(device: str, dtype: torch.dtype) -> None:
+    ids = torch.tensor([[3, -1, 7], [9, 0, 3]], dtype=dtype, device=device)
+    mine = torch.tensor([7, 3, 20], dtype=torch.int32, device=device)
+    opcheck(OPS.localise, (ids, mine))
+    assert OPS.localise(ids, mine).tolist() == [[1, -1, 0], [-1, -1, 1]]
+    assert OPS.localise(ids, mine).dtype is dtype
+    assert (OPS.localise(strided(ids), mine[:0]) == -1).all()
+
+
+@pytest.mark.parametrize("method", ["softmax_topk", "topk_softmax"])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_opcheck_route(device: str, method: str, tokens: int) -> None:
+    logits = torch.randn(tokens, 7, device=device)
+    opcheck(OPS.route, (logits, None, None, None, 3), {"method": method})
+    opcheck(OPS.route, (strided(logits), None, None, None, 7), {"method": method, "scale": 2.5})
+
+
+def test_route_by_hand(device: str) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]], device=device).log1p()  # exp gives 1, 3, 2, 3: a tie at the top
+    ids, wts = OPS.route(logits, None, None, None, 2, renormalize=False)
+    assert ids.tolist() == [[1, 3]] and ids.dtype is torch.int32 and wts.dtype is torch.float32
+    assert wts[0].tolist() == pytest.approx([3 / 9, 3 / 9])
+    assert OPS.route(logits, None, None, None, 3)[0].tolist() == [[1, 3, 2]]
+    for method in ("softmax_topk", "topk_softmax"):
+        wts = OPS.route(logits.bfloat16(), None, None, None, 3, method=method, scale=2.0)[1]
+        assert wts[0].tolist() == pytest.approx([6 / 8, 6 / 8, 4 / 8], rel=1e-2)
+    ids = mxfp4_ops.route(torch.zeros(2, 64, device=device), 32)[0]
+    assert ids.tolist() == [list(range(32))] * 2
+
+
+def test_leaves_have_true_fakes() -> None:
+    """A graph that was decomposed to leaves sees the same shapes as the public op."""
+    x = torch.randn(3, 64)
+    blocks, scales = OPS.quant(x)
+    kernels = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert kernels("mxfp4::_native_moe", "CPU"), "the compiled library is part of the tested package"
+    for op, args in (
+        (OPS._native_quant, (x, 0)),
+        (OPS._native_dequant, (blocks, scales, torch.bfloat16)),
+        (OPS._native_qdq, (x, 2)),
+    ):
+        opcheck(op, args)
+
+
+def fake_arguments(call: Callable[..., Any]) -> list[str]:
+    return [p.name for p in inspect.signature(call).parameters.values()]
+
+
+@pytest.mark.parametrize(("name", "call"), [("moe", _ops._MoECall), ("route", _ops._RouteCall)])
+def test_call_records_have_the_schema_s_arguments(name: str, call: Any) -> None:
+    schema = getattr(OPS, name).default._schema
+    assert [a.name for a in schema.arguments] == fake_arguments(call)
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    assert {n: p.default for n, p in inspect.signature(call).parameters.items() if n in defaults} == defaults
+
+
+def test_every_op_of_the_contract_is_there() -> None:
+    for name, schema in (_schemas.PUBLIC | _schemas.ALIASES | _schemas.LEAVES).items():
+        found = str(getattr(OPS, name).default._schema)
+        assert found == str(torch._C.parse_schema(f"mxfp4::{name}{schema}"))
+
+
+def test_python_functions_call_the_ops(runnable: tuple[str, Backend]) -> None:
+    device, backend = runnable
+    x = torch.randn(3, 64, device=device)
+    blocks, scales = mxfp4_ops.quant_mxfp4(x, "ceil")
+    assert torch.equal(blocks, OPS.quant(x, scale_rule="ceil")[0])
+    assert torch.equal(
+        mxfp4_ops.dequant_mxfp4(blocks, scales, torch.float32), OPS.dequant(blocks, scales, dtype=torch.float32)
+    )
+    assert torch.equal(mxfp4_ops.dequant_mxfp4(blocks, scales), OPS.dequant_mxfp4(blocks, scales, torch.bfloat16))
+    assert torch.equal(mxfp4_ops.qdq_mxfp4(x, "ceil"), OPS.qdq_mxfp4(x, "ceil"))
+    packed, inp = prepare(weights(TINY, device=device), prefer=backend.name), inputs(TINY, device=device)
+    args, kwargs = moe_call(packed, *inp)
+    assert torch.equal(mxfp4_ops.mxfp4_moe(*args, **kwargs), packed(*inp))
+    ids = torch.tensor([[5, -1]], device=device)
+    assert mxfp4_ops.localise(ids, torch.tensor([5], dtype=torch.int32, device=device)).tolist() == [[0, -1]]
+
+
+def test_packed_list_from_the_op_runs(runnable: tuple[str, Backend]) -> None:
+    """prepare_moe returns an absent bias as [E, 0]; moe takes it as that."""
+    device, backend = runnable
+    problem: Problem = TINY.with_(bias=False)
+    tensors = OPS.prepare_moe(*weights(problem, device=device).tensors().values(), layout=backend.layout.tag)
+    inp = inputs(problem, device=device)
+    sizes = {"layout": backend.layout.tag, "hidden": problem.hidden, "intermediate": problem.intermediate}
+    out = OPS.moe(*inp, *tensors[:6], tensors[6:], **sizes)
+    packed = PackedExperts.from_tensors(tensors, backend.layout.tag, problem.hidden, problem.intermediate, Activation())
+    assert torch.equal(out, packed(*inp))
