@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..errors import need
 from ..integrations.transformers import gpt_oss_activation, load_gpt_oss, packed_modules
 from ..problem import MoEProblem, arch_of
 from .checkpoint_writer import SMALL, Sizes, write_checkpoint
@@ -45,6 +46,12 @@ class Options:
 
 def run(options: Options) -> Mapping[str, object]:
     """Run the demo, print its table and return the numbers in it."""
+    for name, least in (
+        ("prompt_tokens", 4),
+        ("new_tokens", 2),
+    ):  # two lengths of prompt, and a decode after the prefill
+        value = getattr(options, name)
+        need(value >= least, lambda n=name, v=value, m=least: f"mxfp4_ops demo: {n} must be at least {m}, got {v}.")  # type: ignore[misc]
     need_package("safetensors")
     need_package("transformers", "5.19")
     with tempfile.TemporaryDirectory() as place:
@@ -153,14 +160,15 @@ def _comparison(report: Report, logits: Tensor, reference: Tensor) -> None:
     found = compare_logits(logits, reference)
     report.add(
         "relative logit error",
-        f"{found.error:.2e} against transformers' bf16 experts (largest difference {found.largest:.3f})",
+        f"{found.error:.2e} against transformers' bf16 experts, {found.median:.2e} at the median position",
         logit_error=found.error,
+        median_error=found.median,
         largest_difference=found.largest,
     )
     report.add(
         "top-1 agreement",
-        f"{found.agree_decided} of {found.decided} positions with a margin above that; "
-        f"{found.agree} of all {found.positions}",
+        f"{found.agree_decided} of the {found.decided} positions whose margin exceeds the largest difference "
+        f"{found.largest:.2f}; {found.agree} of all {found.positions}",
         positions=found.positions,
         decided=found.decided,
         agree_decided=found.agree_decided,

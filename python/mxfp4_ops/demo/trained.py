@@ -188,7 +188,7 @@ def _measure(model: Any, tokenizer: Any, options: Options) -> Report:
     report.add("same first choice", f"{same:.1%} of the tokens", same_choice=same)
     text = f"{shuffled_before:.0f} before, {shuffled_after:.0f} after"
     report.add("control: tokens shuffled", text, shuffled_before=shuffled_before, shuffled_after=shuffled_after)
-    report.add("control: MLP rows permuted", f"{wrong:.0f}", permuted=wrong)
+    report.add("control: MLP rows permuted", f"{wrong:.3g}", permuted=wrong)
     report.add("sample before", repr(_PROMPT + sample_before), sample_before=sample_before)
     report.add("sample after", repr(_PROMPT + sample_after), sample_after=sample_after)
     report.add("note", "'before' is the Q4_1 model dequantized to float32, so 'after' was quantized twice.")
