@@ -27,4 +27,4 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=RUNNABLE, ids=[f"{b.name}-{d}" for d, b in RUNNABLE])
 def runnable(request: pytest.FixtureRequest) -> tuple[str, Backend]:
     """(device, backend): every backend on every device where it runs."""
-    return request.param  # type: ignore[no-any-return]
+    return request.param

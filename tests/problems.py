@@ -1,7 +1,7 @@
 """The problems that tests and benchmarks share, and an independent float64 answer to each.
 
-Nothing here uses the package's own tables or formulas: values come from the text of the standard, activations from float64
-mathematics, so that a mistake shared by reference and kernel would show.
+Nothing here uses the package's own tables or formulas: values come from the text of the standard, activations from
+float64 mathematics, so that a mistake shared by reference and kernel would show.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Problem:
         return not self.activation.endswith("_no_mul")
 
     def with_(self, **changes: object) -> Problem:
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)
 
 
 TINY = Problem("tiny", 7, 96, 160, 4, 5)

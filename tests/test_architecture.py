@@ -1,4 +1,5 @@
-"""What holds the structure up: the direction of imports, one reader of the environment, sizes of files and functions."""
+"""What holds the structure up: the direction of imports, one reader of the environment, sizes of files and
+functions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 PACKAGE = Path(mxfp4_ops.__file__).parent
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-# A module may import from lines above its own, and from its own line only where the package's __init__ gathers a folder.
+# A module may import from lines above its own, and from its own line only where the package's __init__ gathers a
+# folder.
 LAYERS = (
     ("errors", "_schemas"),
     ("_extension", "format", "activation", "layout"),

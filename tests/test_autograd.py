@@ -18,7 +18,7 @@ def test_moe(runnable: tuple[str, Backend], which: str, compiled: bool) -> None:
     device, backend = runnable
     packed = prepare(weights(TINY, device=device), prefer=backend.name)
     x, ids, routing = inputs(TINY, torch.float32, device=device)
-    {"x": x, "topk_weights": routing, "w13_bias": packed.w13_bias}[which].requires_grad_()  # type: ignore[union-attr]
+    {"x": x, "topk_weights": routing, "w13_bias": packed.w13_bias}[which].requires_grad_()
     run = torch.compile(packed.__call__, fullgraph=True, backend="aot_eager") if compiled else packed
     with pytest.raises(Exception, match="mxfp4::moe: backward is not implemented"):
         run(x, ids, routing).sum().backward()
@@ -31,7 +31,7 @@ def test_qdq_route_and_prepare(device: str) -> None:
     with pytest.raises(NotImplementedError, match="mxfp4::route: backward is not implemented"):
         OPS.route(x, None, None, None, 2)[1].sum().backward()
     six = list(weights(TINY, device=device).tensors().values())
-    six[2] = six[2].float().requires_grad_()  # type: ignore[union-attr]
+    six[2] = six[2].float().requires_grad_()
     with pytest.raises(NotImplementedError, match="mxfp4::prepare_moe: backward is not implemented"):
         OPS.prepare_moe(*six, layout="canonical")[2].sum().backward()
 

@@ -99,7 +99,7 @@ def test_biases_and_routing_weights_of_any_float_dtype(runnable: Runnable, dtype
     device, backend = runnable
     experts, (x, ids, routing) = weights(TINY, device=device), inputs(TINY, torch.float32, device=device)
     typed = ExpertWeights(
-        **{n: t.to(dtype) if n.endswith("bias") and t is not None else t for n, t in experts.tensors().items()}  # type: ignore[arg-type]
+        **{n: t.to(dtype) if n.endswith("bias") and t is not None else t for n, t in experts.tensors().items()}
     )
     out = pack(backend, typed)(x, ids, routing.to(dtype))
     check(backend, out, answer(typed, x, ids, routing.to(dtype), Activation()), torch.float32)
@@ -111,7 +111,7 @@ def test_expert_ids_of_two_shards_sum_to_the_whole(runnable: Runnable) -> None:
     whole = pack(backend, experts)(x, ids, routing)
     total = torch.zeros_like(whole)
     for rows in ([5, 0, 3], [6, 4, 1, 2]):
-        shard = ExpertWeights(*(None if t is None else t[rows] for t in experts.tensors().values()))  # type: ignore[arg-type]
+        shard = ExpertWeights(*(None if t is None else t[rows] for t in experts.tensors().values()))
         mine = torch.tensor(rows, dtype=torch.int32, device=device)
         total += pack(backend, shard)(x, ids, routing, expert_ids=mine)
     torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
@@ -153,8 +153,11 @@ def test_extreme_rows_of_x(runnable: Runnable, row: str, dtype: torch.dtype, tok
     w2[0, 0, 0], w2[0, 1, 0] = 0x02, 0x20
     experts = ExpertWeights(
         **{k: v.to(device) for k, v in ungated.items()},
-        w13_bias=None, w2=w2.to(device), w2_scale=torch.full((1, 32, 1), 127, dtype=torch.uint8, device=device), w2_bias=None,
-    )  # fmt: skip
+        w13_bias=None,
+        w2=w2.to(device),
+        w2_scale=torch.full((1, 32, 1), 127, dtype=torch.uint8, device=device),
+        w2_bias=None,
+    )
     x = torch.zeros(tokens, 32, device=device)
     x[:, 0] = 1.0
     x[tokens // 2, :2] = torch.tensor(EXTREMES[row], device=device)
@@ -180,7 +183,7 @@ def test_extreme_scale_bytes(runnable: Runnable, scale: int, tokens: int) -> Non
         x[:, 0], x[:, 1] = first, first
         scales13 = ExpertWeights(
             *(None if t is None else t.to(device) for t in selector(scale, 127).tensors().values())
-        )  # type: ignore[arg-type]
+        )
         args = (
             x.to(dtype).to(device),
             torch.zeros(tokens, 1, dtype=torch.int64, device=device),
@@ -190,7 +193,7 @@ def test_extreme_scale_bytes(runnable: Runnable, scale: int, tokens: int) -> Non
             out = pack(backend, scales13, activation)(*args).cpu().double()
             wanted = answer(scales13, *args, Activation(activation))
             assert torch.allclose(out, wanted, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=0, equal_nan=True)
-        scales2 = ExpertWeights(*(None if t is None else t.to(device) for t in selector(127, scale).tensors().values()))  # type: ignore[arg-type]
+        scales2 = ExpertWeights(*(None if t is None else t.to(device) for t in selector(127, scale).tensors().values()))
         x[:, :2] = 2.0 ** ((127 - scale) // 2)
         out = pack(backend, scales2)(x.to(dtype).to(device), *args[1:]).cpu().double()
         wanted = answer(scales2, x.to(dtype), *args[1:], Activation()).to(dtype).double()
@@ -255,7 +258,7 @@ def test_permuting_experts_with_their_ids_changes_nothing(runnable: Runnable) ->
     device, backend = runnable
     experts, (x, ids, routing) = weights(TINY, device=device), inputs(TINY, device=device)
     order = torch.tensor([3, 0, 6, 2, 5, 1, 4], device=device)
-    moved = ExpertWeights(*(None if t is None else t[order] for t in experts.tensors().values()))  # type: ignore[arg-type]
+    moved = ExpertWeights(*(None if t is None else t[order] for t in experts.tensors().values()))
     place = torch.cat([order.argsort(), torch.tensor([-1], device=device)])
     out = pack(backend, moved)(x, place[ids.long()], routing)
     assert torch.equal(out, pack(backend, experts)(x, ids, routing))
@@ -272,7 +275,7 @@ def test_many_experts_and_large_top_k(runnable: Runnable, experts: int, top_k: i
 def test_fp16_callers_do_not_overflow_between_the_products(runnable: Runnable) -> None:
     """The intermediate is 2^18 in float16's face; the result is of size one."""
     device, backend = runnable
-    experts = ExpertWeights(*(None if t is None else t.to(device) for t in selector(136, 109).tensors().values()))  # type: ignore[arg-type]
+    experts = ExpertWeights(*(None if t is None else t.to(device) for t in selector(136, 109).tensors().values()))
     x = torch.zeros(2, 32, dtype=torch.float16, device=device)
     x[:, :2] = 1.0
     out = pack(backend, experts)(

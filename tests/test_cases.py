@@ -1,4 +1,5 @@
-"""Fifteen small cases from public bug reports, with the numbers written by hand (V1 to V15), and ten more (W1 to W10)."""
+"""Fifteen small cases from public bug reports, with the numbers written by hand (V1 to V15), and ten more (W1 to
+W10)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def block(*values: float) -> Tensor:
 
 
 def rig(experts: int = 1, *, interleaved: bool = False, w2: bool = True, bias2: bool = False) -> ExpertWeights:
-    """Output column 0 is act(x0, x1): gate row 0 reads x0, up row 0 reads x1, row 0 of w2 reads the first intermediate."""
+    """Output column 0 is act(x0, x1): gate row 0 reads x0, up row 0 reads x1, row 0 of w2 reads the first
+    intermediate."""
     w13 = torch.zeros(experts, 64, 16, dtype=torch.uint8)
     w13[:, 0, 0] = 0x02  # column 0, low nibble: code 2 is 1.0
     w13[:, 1 if interleaved else 32, 0] = 0x20  # column 1, high nibble
@@ -105,8 +107,8 @@ def test_v04_ties_go_to_the_even_code(rule: str) -> None:
     ("top", "rule", "byte", "value"),
     [
         (7.0, "even", 128, 8.0), (7.0, "floor", 127, 6.0), (7.0, "ceil", 128, 8.0), (7.0, "rceil", 128, 8.0),
-        (6.9375, "even", 127, 6.0), (6.9375, "floor", 127, 6.0), (6.9375, "ceil", 128, 6.0), (6.9375, "rceil", 128, 6.0),
-        (3.5, "even", 127, 4.0), (3.5, "floor", 126, 3.0), (3.5, "ceil", 127, 4.0), (3.5, "rceil", 127, 4.0),
+        (6.9375, "even", 127, 6.0), (6.9375, "floor", 127, 6.0), (6.9375, "ceil", 128, 6.0), (6.9375, "rceil", 128,
+        6.0), (3.5, "even", 127, 4.0), (3.5, "floor", 126, 3.0), (3.5, "ceil", 127, 4.0), (3.5, "rceil", 127, 4.0),
     ],
 )  # fmt: skip
 def test_v05_scale_rules(top: float, rule: str, byte: int, value: float) -> None:
@@ -270,7 +272,7 @@ def test_w03_unprepare_returns_the_checkpoint_bytes(backend: Backend) -> None:
 def test_w04_preparing_twice_is_refused(backend: Backend) -> None:
     packed = on(backend, weights(TINY))
     with pytest.raises(TypeError, match=rf"must be canonical.*{packed.layout}.*unprepare"):
-        prepare(packed)  # type: ignore[arg-type]
+        prepare(packed)
 
 
 def test_w05_inputs_keep_their_bytes(backend: Backend) -> None:

@@ -93,7 +93,8 @@ def code_by_hand(x: float, byte: int) -> int:
 
 
 def tricky_blocks() -> Tensor:
-    """Ties, neighbours of ties, powers of two and their neighbours, subnormals, the largest floats, zeros of both signs."""
+    """Ties, neighbours of ties, powers of two and their neighbours, subnormals, the largest floats, zeros of both
+    signs."""
     g = torch.Generator().manual_seed(3)
     edges = torch.tensor([0.25, 0.75, 1.25, 1.5, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 1.0, 4.0, 8.0, 6.9375])
     near = torch.cat([edges, torch.nextafter(edges, edges * 2), torch.nextafter(edges, edges * 0)])

@@ -1,4 +1,4 @@
-"""One suite over all layouts, on the CPU, no backend needed: exact inverses, specs that tell the truth, tags that keep meaning."""
+"""One suite over all layouts, on the CPU, no backend needed: exact inverses, true specs, tags that keep meaning."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ GOLDEN = {
 
 @pytest.fixture(params=LAYOUTS, ids=[x.tag for x in LAYOUTS])
 def layout(request: pytest.FixtureRequest) -> Layout:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def pack(layout: Layout, experts: ExpertWeights, **options: object) -> list[Tensor]:
-    return OPS.prepare_moe(*experts.tensors().values(), layout=layout.tag, **options)  # type: ignore[no-any-return]
+    return OPS.prepare_moe(*experts.tensors().values(), layout=layout.tag, **options)
 
 
 def unpack(layout: Layout, packed: list[Tensor], problem: Problem) -> list[Tensor]:
     sizes = {"hidden": problem.hidden, "intermediate": problem.intermediate, "gated": problem.gated}
-    return OPS.unprepare_moe(packed, layout=layout.tag, **sizes)  # type: ignore[no-any-return]
+    return OPS.unprepare_moe(packed, layout=layout.tag, **sizes)
 
 
 def same(found: list[Tensor], experts: ExpertWeights) -> bool:
@@ -69,7 +69,7 @@ def test_dimension_0_is_the_expert(layout: Layout) -> None:
     experts = weights(TINY)
     whole = pack(layout, experts)
     for part in (slice(2, 5), slice(6, 7)):
-        shard = ExpertWeights(*(None if t is None else t[part] for t in experts.tensors().values()))  # type: ignore[arg-type]
+        shard = ExpertWeights(*(None if t is None else t[part] for t in experts.tensors().values()))
         assert all(torch.equal(a[part], b) for a, b in zip(whole, pack(layout, shard), strict=True))
 
 
@@ -77,9 +77,9 @@ def test_repack_equals_packing_the_new_bytes(layout: Layout) -> None:
     old, new = weights(TINY, seed=1), weights(TINY, seed=2)
     mixed = ExpertWeights(
         *(torch.cat([a[:3], b[3:4], a[4:]]) for a, b in zip(*(w.tensors().values() for w in (old, new)), strict=True))
-    )  # type: ignore[type-var]
+    )
     packed = PackedExperts.from_tensors(pack(layout, old), layout.tag, TINY.hidden, TINY.intermediate, Activation())
-    one = ExpertWeights(*(None if t is None else t[3] for t in new.tensors().values()))  # type: ignore[arg-type]
+    one = ExpertWeights(*(None if t is None else t[3] for t in new.tensors().values()))
     repack_expert(packed, 3, one)
     assert all(torch.equal(a, b) for a, b in zip(packed.tensors(), pack(layout, mixed), strict=True))
 
@@ -88,15 +88,15 @@ def test_interleaved_rows_are_the_same_experts(layout: Layout) -> None:
     experts = weights(TINY)
     turns = {n: t for n, t in experts.tensors().items()}
     for name in ("w13", "w13_scale", "w13_bias"):
-        gate, up = turns[name].chunk(2, dim=1)  # type: ignore[union-attr]
+        gate, up = turns[name].chunk(2, dim=1)
         turns[name] = torch.stack((gate, up), dim=2).flatten(1, 2)
-    mixed = ExpertWeights(**turns)  # type: ignore[arg-type]
+    mixed = ExpertWeights(**turns)
     assert all(
         torch.equal(a, b) for a, b in zip(pack(layout, experts), pack(layout, mixed, interleaved=True), strict=True)
     )
     packed = PackedExperts.from_tensors(pack(layout, experts), layout.tag, TINY.hidden, TINY.intermediate, Activation())
     back = unprepare(packed, interleaved=True)
-    assert all(torch.equal(a, b) for a, b in zip(back.tensors().values(), turns.values(), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(back.tensors().values(), turns.values(), strict=True))
 
 
 def test_storage_that_starts_anywhere(layout: Layout) -> None:
@@ -110,11 +110,11 @@ def test_storage_that_starts_anywhere(layout: Layout) -> None:
         flat[1:] = t.flatten()
         return flat[1:].view(t.shape)
 
-    moved = ExpertWeights(*(shifted(t) for t in experts.tensors().values()))  # type: ignore[arg-type]
+    moved = ExpertWeights(*(shifted(t) for t in experts.tensors().values()))
     packed = pack(layout, moved)
     assert all(torch.equal(a, b) for a, b in zip(packed, pack(layout, experts), strict=True))
     again = [shifted(t) for t in packed]
-    assert same(unpack(layout, again, TINY), experts)  # type: ignore[arg-type]
+    assert same(unpack(layout, again, TINY), experts)
 
 
 def test_padding_is_written_and_neutral(layout: Layout) -> None:
@@ -133,7 +133,7 @@ def test_padding_is_written_and_neutral(layout: Layout) -> None:
 
 def test_meta_tensors_have_the_shapes(layout: Layout) -> None:
     experts = weights(TINY)
-    meta = ExpertWeights(*(None if t is None else t.to("meta") for t in experts.tensors().values()))  # type: ignore[arg-type]
+    meta = ExpertWeights(*(None if t is None else t.to("meta") for t in experts.tensors().values()))
     for found, wanted in zip(pack(layout, meta), pack(layout, experts), strict=True):
         assert found.device.type == "meta" and found.shape == wanted.shape and found.dtype is wanted.dtype
 
@@ -148,13 +148,13 @@ def test_view_dtypes_pack_to_the_same_bytes(layout: Layout) -> None:
     }
     assert all(
         torch.equal(a, b) for a, b in zip(pack(layout, ExpertWeights(**views)), pack(layout, experts), strict=True)
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_biases_keep_their_dtype(layout: Layout, dtype: torch.dtype) -> None:
     experts = weights(TINY)
-    typed = ExpertWeights(**{n: t.to(dtype) if n in BIASES else t for n, t in experts.tensors().items()})  # type: ignore[union-attr, arg-type]
+    typed = ExpertWeights(**{n: t.to(dtype) if n in BIASES else t for n, t in experts.tensors().items()})
     assert same(unpack(layout, pack(layout, typed), TINY), typed)
 
 
@@ -177,7 +177,7 @@ def test_canonical_experts_are_relabelled_without_a_copy() -> None:
 
 
 def test_layouts_with_equal_shapes_are_known() -> None:
-    """Bytes with another layout's tag and the same shapes would be garbage that no check sees: such pairs are listed here."""
+    """Bytes under another tag of the same shapes would be garbage that no check sees: such pairs are listed here."""
     pairs = [
         (a.tag, b.tag)
         for i, a in enumerate(LAYOUTS)

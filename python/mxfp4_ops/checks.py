@@ -114,24 +114,20 @@ def canonical(op: str, weights: Mapping[str, Tensor | None], *, gated: bool) -> 
     hidden, intermediate = w13.shape[2] * 2, w2.shape[2] * 2
     need_blocks(op, "hidden (twice the last dimension of w13)", hidden)
     need_blocks(op, "intermediate (twice the last dimension of w2)", intermediate)
-    halves = (
-        "two halves, gate rows then up rows"
-        if gated
-        else "one row per intermediate element, the activation is not gated"
-    )
     for name, spec in canonical_specs(hidden, intermediate, gated).items():
         if name in present:
-            _canonical_shape(op, name, present[name], (w13.shape[0], *spec.shape), halves)
+            _canonical_shape(op, name, present[name], (w13.shape[0], *spec.shape), gated=gated)
             _device(op, name, present[name], w13)
     return {n: t if n in BIASES else as_bytes(t) for n, t in present.items()}
 
 
-def _canonical_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], halves: str) -> None:
+def _canonical_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], *, gated: bool) -> None:
     remedy = ""
     if name.endswith("scale") and tensor.dim() == 3 and tensor.shape[2] == 2 * wanted[2]:
         remedy = " One scale covers 32 elements, not 16: is this an NVFP4 checkpoint?"
     elif name in ("w13", "w13_bias") and tensor.dim() > 1 and tensor.shape[1] != wanted[1]:
-        remedy = f" S*I rows are {halves}."
+        rows = "two halves, gate rows then up rows" if gated else "one half, since the activation is not gated"
+        remedy = f" S*I rows are {rows}."
     _shape(op, name, tensor, wanted, _LABELS[name], remedy)
 
 
@@ -163,10 +159,12 @@ def packed(
             continue
         _device(op, name, tensor, cast(Tensor, w13) if like is None else like)
         if not (name in BIASES and tensor.dim() == 2 and tensor.shape[1] == 0):  # prepare_moe returns no bias as [E, 0]
-            _packed_tensor(op, name, tensor, specs[name], cast(Tensor, w13), backend)
+            _packed_tensor(op, name, tensor, specs[name], cast(Tensor, w13), backend, gated=gated)
 
 
-def _packed_tensor(op: str, name: str, tensor: Tensor, spec: TensorSpec, w13: Tensor, backend: Backend) -> None:
+def _packed_tensor(
+    op: str, name: str, tensor: Tensor, spec: TensorSpec, w13: Tensor, backend: Backend, *, gated: bool
+) -> None:
     if spec.dtype is None:
         _float(op, name, tensor)
     elif spec.dtype is torch.uint8:
@@ -174,7 +172,7 @@ def _packed_tensor(op: str, name: str, tensor: Tensor, spec: TensorSpec, w13: Te
     else:
         _dtype(op, name, tensor, (spec.dtype,))
     if backend.layout.tag == "canonical":
-        _canonical_shape(op, name, tensor, (w13.shape[0], *spec.shape), "two halves where the activation is gated")
+        _canonical_shape(op, name, tensor, (w13.shape[0], *spec.shape), gated=gated)
     else:
         label = f"packed as layout {backend.layout.tag!r} needs it,"
         _shape(
