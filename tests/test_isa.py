@@ -1,12 +1,10 @@
 """Every kernel of every instruction set of this machine, called one by one without torch.
 
-Conversions and the number format are exact; products are held to float64 sums; the layer to a float64 layer. Inputs lie
-directly before a page that cannot be read, so that reading past an end is a crash.
+Conversions and the number format are exact; products are held to float64 sums. Inputs lie directly before a page that
+cannot be read, so that reading past an end is a crash. The whole layer is tested in test_isa_moe.py.
 """
 
-import ctypes
 import itertools
-import mmap
 import os
 import subprocess
 import sys
@@ -16,27 +14,13 @@ import kernels_reference as ref
 import mxfp4_ops._kernels as kernels  # an error, not a skip, when it was not built
 import numpy as np
 import pytest
+from kernels_reference import BF16, EXTREME_SCALES, F16, F64, guarded
 
-F32, BF16, F16, F64 = range(4)
 ISAS = kernels.isas()
 RULES = range(4)  # even, floor, ceil, rceil
 ROW_COUNTS = [*range(1, 13), 17, 49, 96, 192]
-EXTREME_SCALES = [0, 1, 2, 249, 250, 251, 252, 253, 254, 255]
 
 every_isa = pytest.mark.parametrize("isa", ISAS)
-
-
-def guarded(array: np.ndarray) -> np.ndarray:
-    """Copy an array to memory that ends at an inaccessible page."""
-    size = -(-max(array.nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
-    view = np.frombuffer(memory, np.uint8)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    assert libc.mprotect(view.ctypes.data + size, mmap.PAGESIZE, 0) == 0
-    copy = view[size - array.nbytes : size].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -169,9 +153,10 @@ def test_quant(isa, rule):
 @every_isa
 def test_range(isa):
     tiny = 2.0**-100
+    cases = [(1, 0), (0, 0), (np.inf, 0), (np.nan, 0), (2.0**100, 0), (2.0**101, 2), (-3e38, 2), (tiny, 0)]
+    cases += [(2.0**-101, 1), (-1e-45, 1)]
     for n in (1, 7, 32, 45):
-        for value, flags in [(1, 0), (0, 0), (np.inf, 0), (np.nan, 0), (2.0**100, 0), (2.0**101, 2), (-3e38, 2), (tiny, 0),
-                             (2.0**-101, 1), (-1e-45, 1)]:  # fmt: skip
+        for value, flags in cases:
             for place in {0, n - 1, n // 2}:
                 x = np.ones(n, np.float32)
                 x[place] = value
@@ -361,191 +346,6 @@ def test_many_gives_a_row_the_same_bits_whatever_the_others_are(isa):
             assert np.array_equal(kernels.dot_bf16(isa, "many", tile, words[:m].copy()), whole_bf16[:m])
 
 
-# --------------------------------------------------------------------------------------------------------- the layer
-
-
-class Layer:
-    """Random weights of one problem, and calls of the layer on them."""
-
-    def __init__(self, name, hidden=96, intermediate=160, experts=5, seed=11, bias=True):
-        rng = np.random.default_rng(seed)
-        self.name, self.code = name, ref.ACTIVATIONS.index(name)
-        self.hidden, self.intermediate, self.experts = hidden, intermediate, experts
-        halves = 2 if self.code < ref.GATED else 1
-        rows = halves * intermediate
-        self.codes13 = rng.integers(0, 16, (experts, rows, hidden)).astype(np.uint8)
-        self.codes2 = rng.integers(0, 16, (experts, hidden, intermediate)).astype(np.uint8)
-        self.scales13 = rng.integers(121, 127, (experts, rows, hidden // 32)).astype(np.uint8)
-        self.scales2 = rng.integers(121, 127, (experts, hidden, intermediate // 32)).astype(np.uint8)
-        self.b13 = rng.standard_normal((experts, rows)).astype(np.float16).astype(np.float32) if bias else None
-        self.b2 = rng.standard_normal((experts, hidden)).astype(np.float16).astype(np.float32) if bias else None
-        self.halves = halves
-        self.alpha, self.beta, self.limit = (1.5, 2.0, np.inf) if name == "situ" else (1.702, 1.0, 7.0)
-        self.pack()
-
-    def pack(self):
-        self.w13 = guarded(ref.pack_matrix(self.codes13, self.scales13, self.halves))
-        self.w2 = guarded(ref.pack_matrix(self.codes2, self.scales2, 1))
-
-    def biases(self, dtype):
-        if self.b13 is None:
-            return None, None
-        convert = {F32: np.float32, F16: np.float16, F64: np.float64}
-        parts = np.split(self.b13, self.halves, axis=1)
-        b13 = np.concatenate([ref.pad(part, 1, ref.pad64(self.intermediate), 0) for part in parts], axis=1)
-        b2 = ref.pad(self.b2, 1, ref.pad64(self.hidden), 0)
-        return tuple(guarded(ref.bf16_bits(b) if dtype == BF16 else b.astype(convert[dtype])) for b in (b13, b2))
-
-    def run(self, isa, x, ids, weights, dtype, threads=1, fill=255, bias_dtype=F32, on_input=False, invariant=False):
-        b13, b2 = self.biases(bias_dtype)
-        out = guarded(np.full(x.shape, 0xAAAA if dtype != F32 else -7, x.dtype))
-        kernels.moe(isa=isa, threads=threads, fill=fill, x=guarded(x), dtype=dtype, topk_ids=guarded(ids),
-                    topk_weights=guarded(weights), w13=self.w13, w13_bias=b13, w2=self.w2, w2_bias=b2,
-                    bias_dtype=bias_dtype, intermediate=self.intermediate, activation=self.code, alpha=self.alpha,
-                    beta=self.beta, limit=self.limit, weight_on_input=on_input, batch_invariant=invariant, out=out)  # fmt: skip
-        return out
-
-    def expected(self, x, ids, weights, dtype, on_input=False):
-        w13, w2 = ref.dequant(self.codes13, self.scales13), ref.dequant(self.codes2, self.scales2)
-        with np.errstate(invalid="ignore", over="ignore"):
-            return ref.moe(x, ids, weights, w13, self.b13, w2, self.b2, self.name, self.alpha, self.beta, self.limit,
-                           on_input, dtype != F32)  # fmt: skip
-
-
-def encode(x: np.ndarray, dtype: int) -> np.ndarray:
-    if dtype == F32:
-        return x.astype(np.float32)
-    return ref.bf16_bits(x) if dtype == BF16 else x.astype(np.float16).view(np.uint16)
-
-
-def decode(raw: np.ndarray, dtype: int) -> np.ndarray:
-    if dtype == F32:
-        return raw
-    return ref.bf16_values(raw) if dtype == BF16 else raw.view(np.float16).astype(np.float32)
-
-
-def routing(rng, tokens, top_k, experts):
-    ids = rng.integers(-1, experts, (tokens, top_k)).astype(np.int32)
-    weights = rng.random((tokens, top_k)).astype(np.float32)
-    weights[ids < 0] = np.nan  # a skipped slot contributes nothing whatever its weight is
-    if tokens > 2:
-        ids[2] = -1
-    return ids, weights
-
-
-TOLERANCE = {F32: 1e-5, BF16: 2.6e-3, F16: 2.0e-3}
-
-
-def relative_error(got, want):
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("name", ref.ACTIVATIONS)
-@every_isa
-def test_moe(isa, name, dtype):
-    rng = np.random.default_rng(12)
-    layer = Layer(name)
-    for tokens, on_input, invariant in [(1, False, False), (13, True, False), (70, False, True)]:
-        ids, weights = routing(rng, tokens, 3, layer.experts)
-        if tokens == 1:
-            ids[0, 0] = 1
-        raw = encode(rng.standard_normal((tokens, layer.hidden)), dtype)
-        bias_dtype = [F32, BF16, F16, F64][(layer.code + tokens) % 4]
-        args = dict(dtype=dtype, on_input=on_input, invariant=invariant, bias_dtype=bias_dtype)
-        one = layer.run(isa, raw, ids, weights, threads=1, fill=255, **args)
-        two = layer.run(isa, raw, ids, weights, threads=2, fill=0, **args)
-        assert np.array_equal(one, two)
-        if bias_dtype == BF16:
-            layer_b = Layer(name)
-            layer_b.b13, layer_b.b2 = (ref.bf16_values(ref.bf16_bits(b)) for b in (layer.b13, layer.b2))
-        want = (layer_b if bias_dtype == BF16 else layer).expected(decode(raw, dtype), ids, weights, dtype, on_input)
-        assert relative_error(decode(one, dtype), want) < TOLERANCE[dtype]
-        if tokens > 2:
-            assert (decode(one, dtype)[2] == 0).all()
-
-
-@pytest.mark.parametrize(
-    "hidden,intermediate,experts,top_k", [(64, 64, 1, 1), (32, 32, 3, 2), (224, 352, 4, 4), (576, 64, 2, 1)]
-)
-@every_isa
-def test_moe_shapes(isa, hidden, intermediate, experts, top_k):
-    rng = np.random.default_rng(13)
-    layer = Layer("swigluoai", hidden, intermediate, experts, bias=False)
-    for tokens, dtype in itertools.product((0, 1, 2, 9, 600), (F32, BF16)):
-        if tokens == 600 and hidden * intermediate > 64 * 64:
-            continue
-        ids, weights = routing(rng, tokens, top_k, experts)
-        raw = encode(rng.standard_normal((tokens, hidden)), dtype)
-        got = layer.run(isa, raw, ids, weights, dtype, threads=2)
-        if tokens and (ids >= 0).any():
-            want = layer.expected(decode(raw, dtype), ids, weights, dtype)
-            assert relative_error(decode(got, dtype), want) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@every_isa
-def test_moe_is_batch_invariant(isa, dtype):
-    rng = np.random.default_rng(14)
-    layer = Layer("silu", 128, 128, 2)
-    ids, weights = rng.integers(0, 2, (60, 2)).astype(np.int32), rng.random((60, 2)).astype(np.float32)
-    raw = encode(rng.standard_normal((60, 128)), dtype)
-    if dtype != F16:
-        raw[7, 5], raw[9, 5] = encode(np.array([2.0**-130, 2.0**110]), dtype)
-    whole = layer.run(isa, raw, ids, weights, dtype, invariant=True, threads=2)
-    for begin, end in [(0, 1), (3, 8), (7, 8), (9, 10), (5, 38)]:
-        part = layer.run(
-            isa, raw[begin:end].copy(), ids[begin:end].copy(), weights[begin:end].copy(), dtype, invariant=True
-        )
-        assert np.array_equal(part, whole[begin:end])
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 40])
-@every_isa
-def test_moe_extreme_rows(isa, tokens):
-    """Rows that kernels with a limited range would get wrong, next to normal ones, in x and in h."""
-    rng = np.random.default_rng(15)
-    layer = Layer("relu2_no_mul", 128, 64, 1, bias=False)
-    ids, weights = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1), np.float32)
-    for dtype, value, factor in itertools.product(
-        (F32, BF16), (30000.0, 2.0**-130, 2.0**-20, 2.0**50), (1.0, 2.0**-50)
-    ):
-        x = np.where(rng.random((tokens, 128)) < 0.5, value, 0.5 if value > 2**-129 else 1.0) * factor
-        x[0] = value
-        raw = encode(x, dtype)
-        got, want = layer.run(isa, raw, ids, weights, dtype), layer.expected(decode(raw, dtype), ids, weights, dtype)
-        for t in range(tokens):
-            if np.linalg.norm(want[t]) > 1e-30:
-                assert relative_error(decode(got, dtype)[t].astype(np.float64), want[t]) < TOLERANCE[dtype] * 2
-            else:
-                np.testing.assert_allclose(decode(got, dtype)[t], want[t], rtol=0.02, atol=1e-36)
-    for value in (np.inf, np.nan):
-        raw = encode(rng.standard_normal((tokens, 128)), BF16)
-        raw[0, 3] = encode(np.array([value]), BF16)[0]
-        got = decode(layer.run(isa, raw, ids, weights, BF16), BF16)
-        assert not np.isfinite(got[0]).any() and np.isfinite(got[1:]).all()
-
-
-@pytest.mark.parametrize("byte", EXTREME_SCALES)
-@every_isa
-def test_moe_extreme_scales(isa, byte):
-    rng = np.random.default_rng(16)
-    layer = Layer("silu", 128, 64, 2, bias=False)
-    for tokens in (1, 60):
-        ids, weights = rng.integers(0, 2, (tokens, 1)).astype(np.int32), np.ones((tokens, 1), np.float32)
-        layer.scales13[:], layer.scales2[:] = 122, 122
-        layer.scales2[:, 5] = byte
-        layer.pack()
-        # small enough for partial sums to fit where the weights do
-        raw = encode(rng.standard_normal((tokens, 128)) * (2.0**-20 if byte > 200 else 1), F32)
-        got, want = layer.run(isa, raw, ids, weights, F32), layer.expected(raw, ids, weights, F32)
-        ordinary = np.arange(128) != 5
-        assert relative_error(got[:, ordinary], want[:, ordinary]) < 1e-5
-        fits = np.abs(want[:, 5]) < 1e37
-        np.testing.assert_allclose(got[fits, 5], want[fits, 5], rtol=1e-3, atol=1e-42)
-        assert byte < 253 or not np.isfinite(got[:, 5]).all()
-
-
 # ------------------------------------------------------------------------------------------------------ the selection
 
 
@@ -553,7 +353,8 @@ def chosen(isa: str | None) -> subprocess.CompletedProcess:
     env = {name: value for name, value in os.environ.items() if name != "MXFP4_CPU_ISA"}
     if isa is not None:
         env["MXFP4_CPU_ISA"] = isa
-    script = f"import sys; sys.path.insert(0, {os.path.dirname(kernels.__file__)!r}); import _kernels; print(_kernels.chosen())"
+    folder = os.path.dirname(kernels.__file__)  # not through the package, which would need torch
+    script = f"import sys; sys.path.insert(0, {folder!r}); import _kernels; print(_kernels.chosen())"
     return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
 
 
