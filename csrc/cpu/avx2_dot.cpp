@@ -54,12 +54,19 @@ __attribute__((always_inline)) inline void for_each(F f) {
     for (int i = 0; i < n; i++) f(i);
 }
 
-// x[0], x[1] in every 64-bit lane. As an intrinsic, GCC 12 hoists all broadcasts of a block to its top and spills them,
-// which costs a third of the speed; an asm statement stays where it is used.
+// x[0], x[1] in every 64-bit lane.
 inline __m256 broadcast_pair(const float* x) {
-    __m256 pair;
-    asm volatile("vbroadcastsd %1, %0" : "=x"(pair) : "m"(*reinterpret_cast<const float (*)[2]>(x)));
-    return pair;
+    double pair;
+    memcpy(&pair, x, sizeof pair);
+    return _mm256_castpd_ps(_mm256_set1_pd(pair));
+}
+
+// Moves the low word of each dword up by a multiplication, hidden from the compiler, which would make it a shift: on
+// Zen 3, shifts share their two ports with the byte shuffles, which are the bottleneck.
+inline __m256 low_word_as_float(__m256i dwords) {
+    __m256i factor = _mm256_set1_epi32(1 << 16);
+    asm("" : "+x"(factor));
+    return _mm256_castsi256_ps(_mm256_mullo_epi32(dwords, factor));
 }
 
 // Eight weights: two k of the rows of `a` and `b` in the picture above.
@@ -75,7 +82,7 @@ inline void decode(__m256i line, Pairs& first, Pairs& second) {
     const __m256i low = _mm256_shuffle_epi8(load(kLowBytes.bytes), codes);
     const __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
     const __m256i upper_word = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-    first = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+    first = {low_word_as_float(a), low_word_as_float(b)};
     second = {_mm256_castsi256_ps(_mm256_and_si256(a, upper_word)),
               _mm256_castsi256_ps(_mm256_and_si256(b, upper_word))};
 }
@@ -241,9 +248,11 @@ void few_rows(const uint8_t* tile, int64_t supers, const float* const* rows, flo
         for (int kb = 0; kb < 2; kb++) {
             const float* x[m];
             for_each<m>([&](int i) { x[i] = rows[i] + s * kSuperK + kb * kBlock; });
-            // Not unrolled: the compiler would keep broadcasts of x for the next group on the stack.
+            // Neither unrolled nor with pointers that the compiler knows to stay: it would share the broadcasts of x
+            // among groups by keeping all of them on the stack, which costs a third of the speed.
 #pragma GCC unroll 1
             for (int64_t group = 0; group < 4; group++) {
+                for_each<m>([&](int i) { asm("" : "+r"(x[i])); });
                 few_group<m>(line_of(tile, kb * 4, 0) + group * 32, scale_of(tile, kb, 0) + group * kGroupRows, x,
                              total[group]);
             }
