@@ -239,7 +239,6 @@ template <int m>
 void few_rows(const uint8_t* tile, int64_t supers, const float* const* rows, float* panel, float* acc) {
     __m256 total[4][m][2];  // by group
     for_each<4 * m * 2>([&](int i) { (&total[0][0][0])[i] = _mm256_setzero_ps(); });
-    memset(acc, 0, m * kTileRows * sizeof(float));
     for (int64_t s = 0; s < supers; s++, tile += kSuperBytes) {
         if (weights_may_overflow(tile)) {
             add_panel(tile, 1, rows, m, s * kSuperK, panel, acc);
@@ -282,7 +281,6 @@ void avx2_few(const uint8_t* tile, int64_t supers, const float* const* rows, int
 }
 
 void avx2_many(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void* panel, float* acc) {
-    memset(acc, 0, static_cast<size_t>(m) * kTileRows * sizeof(float));
     int64_t s = 0;
     for (int64_t parts = (supers + kPanelSupers - 1) / kPanelSupers; parts > 0; parts--) {
         const int64_t n = (supers - s + parts - 1) / parts;

@@ -99,7 +99,10 @@ bool few_rows(const uint8_t* tile, int64_t supers, const uint16_t* const* rows, 
             few_block<m>(tile, kb, x, table, total);
         }
     }
-    for_each<m * 2>([&](int i) { _mm512_storeu_ps(acc + i * kHalfRows, (&total[0][0])[i]); });
+    for_each<m * 2>([&](int i) {
+        float* out = acc + i * kHalfRows;
+        _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), (&total[0][0])[i]));
+    });
     return true;
 }
 
@@ -180,7 +183,6 @@ bool many_bf16(const uint8_t* tile, int64_t supers, const uint16_t* const* rows,
     for (int64_t s = 0; s < supers; s++) {
         if (has_scale_outside(tile + s * kSuperBytes, 2, kFoldBias)) return false;
     }
-    memset(acc, 0, static_cast<size_t>(m) * kTileRows * sizeof(float));
     auto* words = static_cast<uint16_t*>(panel);
     int64_t s = 0;
     for (int64_t parts = (supers + kPanelSupers - 1) / kPanelSupers; parts > 0; parts--) {

@@ -123,7 +123,6 @@ void few_rows(const uint8_t* tile, int64_t supers, const float* const* rows, flo
     const __m512 table = element_table();
     __m512 total[m][2];
     for_each<m * 2>([&](int i) { (&total[0][0])[i] = _mm512_setzero_ps(); });
-    memset(acc, 0, m * kTileRows * sizeof(float));
     for (int64_t s = 0; s < supers; s++, tile += kSuperBytes) {
         if (has_scale_outside(tile, 0, kOverflowByte - 1)) {
             add_panel(tile, 1, rows, m, s * kSuperK, panel, acc);
@@ -157,7 +156,6 @@ void avx512_few(const uint8_t* tile, int64_t supers, const float* const* rows, i
 }
 
 void avx512_many(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void* panel, float* acc) {
-    memset(acc, 0, static_cast<size_t>(m) * kTileRows * sizeof(float));
     int64_t s = 0;
     for (int64_t parts = (supers + kPanelSupers - 1) / kPanelSupers; parts > 0; parts--) {
         const int64_t n = (supers - s + parts - 1) / parts;

@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <thread>
@@ -60,6 +61,13 @@ Array<float> dequant(const std::string& isa, const Array<uint8_t>& blocks, const
     return out;
 }
 
+// [m, 32] zeros, which kernels add to.
+Array<float> new_acc(py::ssize_t m) {
+    Array<float> acc({m, py::ssize_t{kTileRows}});
+    std::fill_n(acc.mutable_data(), acc.size(), 0.0f);
+    return acc;
+}
+
 std::shared_ptr<void> panel_scratch() {
     return {aligned_alloc(64, kPanelBytes), free};
 }
@@ -75,7 +83,7 @@ std::vector<const T*> row_pointers(const Array<T>& rows) {
 Array<float> dot(const std::string& isa, const std::string& kind, const Array<uint8_t>& tile,
                  const Array<float>& rows) {
     const Kernels& k = kernels_named(isa);
-    Array<float> acc({rows.shape(0), py::ssize_t{kTileRows}});
+    Array<float> acc = new_acc(rows.shape(0));
     const TileDot kernel = kind == "few" ? k.few : k.many;
     kernel(tile.data(), tile.size() / kSuperBytes, row_pointers(rows).data(), rows.shape(0), panel_scratch().get(),
            acc.mutable_data());
@@ -87,7 +95,7 @@ py::object dot_bf16(const std::string& isa, const std::string& kind, const Array
                     const Array<uint16_t>& rows) {
     const Kernels& k = kernels_named(isa);
     const TileDotBf16 kernel = kind == "few" ? k.few_bf16 : k.many_bf16;
-    Array<float> acc({rows.shape(0), py::ssize_t{kTileRows}});
+    Array<float> acc = new_acc(rows.shape(0));
     if (kernel == nullptr || !kernel(tile.data(), tile.size() / kSuperBytes, row_pointers(rows).data(), rows.shape(0),
                                      panel_scratch().get(), acc.mutable_data())) {
         return py::none();

@@ -42,7 +42,7 @@ struct ActivationParams {
     float limit;  // +inf means none
 };
 
-constexpr int kMaxRows = 192;                                 // rows of x one kernel call may get
+constexpr int kMaxRows = 128;                                 // rows of x one kernel call may get
 constexpr int64_t kPanelBytes = 8 * kSuperK * kTileRows * 4;  // scratch of the decode-once kernels: 512 k in fp32
 
 // What range() found in a row.
@@ -50,13 +50,14 @@ enum RangeFlags : int { kHasTiny = 1, kHasHuge = 2 };
 constexpr float kHuge = 0x1p100f;       // above it, a sum over 32 unscaled elements may overflow
 constexpr float kTinyBf16 = 0x1p-100f;  // below it, products may fall into the subnormals that vdpbf16ps flushes
 
-// Multiplies one tile with m rows of x: acc[i * 32 + r] = sum over k of weight(r, k) * rows[i][k], in fp32.
+// Multiplies a tile, or some superblocks of one, with m rows of x: acc[i * 32 + r] += sum over k of weight(r, k) *
+// rows[i][k], in fp32.
 //   tile [supers * 1088] packed weights; rows m pointers to supers * 64 values; 1 <= m <= kMaxRows;
-//   panel kPanelBytes of 64-byte aligned scratch; acc [m, 32] is overwritten.
+//   panel kPanelBytes of 64-byte aligned scratch; acc [m, 32] is added to.
 // The weights count as what dequant makes of them in fp32: codes that overflow under scale bytes 253 and 254 are Inf.
 using TileDot = void (*)(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void* panel,
                          float* acc);
-// The same for rows of bf16; false, and acc unspecified, when this tile needs the fp32 kernel to be exact.
+// The same for rows of bf16; false, with nothing written, when these weights need the fp32 kernel to be exact.
 using TileDotBf16 = bool (*)(const uint8_t* tile, int64_t supers, const uint16_t* const* rows, int64_t m, void* panel,
                              float* acc);
 

@@ -22,7 +22,8 @@
 namespace mxfp4::cpu {
 namespace {
 
-constexpr int64_t kColumns = 512;  // columns that element-wise passes take at once, to stay in L1
+constexpr int64_t kSliceSupers = 8;  // 512 k: what the kernels decode at once
+constexpr int64_t kColumns = 512;    // columns that element-wise passes take at once, to stay in L1
 
 // One of the two matrix products of the layer.
 struct Product {
@@ -32,6 +33,16 @@ struct Product {
     int64_t supers;
     Rows rows;              // input rows
     int64_t slots_per_row;  // top_k for x, 1 for h
+};
+
+// Some k of one tile and of the rows it meets.
+struct Slice {
+    const uint8_t* tile;
+    int64_t supers;
+    const void* const* rows;
+    int64_t m;
+    Dtype storage;
+    bool few;
 };
 
 class Layer {
@@ -52,10 +63,9 @@ class Layer {
     void prepare_rows();
     template <class Finish>
     void multiply(const Product& product, Finish finish);
-    void dot(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
-             const ThreadScratch& scratch);
-    void dot_expanded(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
-                      const ThreadScratch& scratch);
+    void multiply_run(const Product& product, const Group& group, const TileRange& run, const ThreadScratch& scratch);
+    void dot(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc);
+    void dot_expanded(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc);
     void add_bias(const Bias& bias, int64_t first, int64_t n, float* tile, int64_t m);
     void finish_hidden(const Group& group, int64_t tile, float* acc);
     void finish_output(const Group& group, int64_t tile, float* acc);
@@ -105,44 +115,59 @@ void Layer::multiply(const Product& product, Finish finish) {
         const TileRange& task = tasks[static_cast<size_t>(index)];
         const Group& group = groups[static_cast<size_t>(task.group)];
         const ThreadScratch scratch = ws_.scratch(thread);
-        const void* rows[kMaxRows];
-        for (int64_t i = 0; i < group.count; i++) rows[i] = product.rows.row(group.slots[i] / product.slots_per_row);
+        multiply_run(product, group, task, scratch);
         for (int64_t t = task.begin; t < task.end; t++) {
-            const int64_t offset = (group.expert * product.tiles_per_expert + t) * product.supers * kSuperBytes;
-            dot(product, group.path, product.weights + offset, rows, group.count, scratch);
-            finish(group, t, scratch.acc);
+            finish(group, t, scratch.acc + (t - task.begin) * group.count * kTileRows);
         }
     });
 }
 
-void Layer::dot(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
-                const ThreadScratch& scratch) {
+// Sums of a run of tiles. Many rows are taken kSliceSupers at a time through all tiles of the run: that part of them
+// stays in L2, where whole rows would come from L3 for every tile.
+void Layer::multiply_run(const Product& product, const Group& group, const TileRange& run,
+                         const ThreadScratch& scratch) {
     const bool bf16 = product.rows.storage == Dtype::bf16;
-    const bool few = m <= (bf16 ? k_.few_limit_bf16 : k_.few_limit) && !a_.batch_invariant;
-    if (bf16) {
-        const TileDotBf16 kernel = few ? k_.few_bf16 : k_.many_bf16;
-        const auto* bf16_rows = reinterpret_cast<const uint16_t* const*>(rows);
-        if (path == Path::any && kernel(tile, product.supers, bf16_rows, m, scratch.panel, scratch.acc)) return;
-        return dot_expanded(product, path, tile, rows, m, scratch);
+    const bool few = group.count <= (bf16 ? k_.few_limit_bf16 : k_.few_limit) && !a_.batch_invariant;
+    const int64_t step = few ? product.supers : kSliceSupers;
+    std::fill_n(scratch.acc, (run.end - run.begin) * group.count * kTileRows, 0.0f);
+    for (int64_t s = 0; s < product.supers; s += step) {
+        const void* rows[kMaxRows];
+        for (int64_t i = 0; i < group.count; i++) {
+            rows[i] = product.rows.row(group.slots[i] / product.slots_per_row) + s * kSuperK * product.rows.item;
+        }
+        Slice slice{nullptr, std::min(step, product.supers - s), rows, group.count, product.rows.storage, few};
+        for (int64_t t = run.begin; t < run.end; t++) {
+            const int64_t tile = group.expert * product.tiles_per_expert + t;
+            slice.tile = product.weights + (tile * product.supers + s) * kSuperBytes;
+            dot(slice, group.path, scratch, scratch.acc + (t - run.begin) * group.count * kTileRows);
+        }
     }
-    const TileDot kernel = few && path != Path::weights_scaled ? k_.few : k_.many;
-    kernel(tile, product.supers, reinterpret_cast<const float* const*>(rows), m, scratch.panel, scratch.acc);
+}
+
+void Layer::dot(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc) {
+    if (slice.storage == Dtype::bf16) {
+        const TileDotBf16 kernel = slice.few ? k_.few_bf16 : k_.many_bf16;
+        const auto* rows = reinterpret_cast<const uint16_t* const*>(slice.rows);
+        if (path == Path::any && kernel(slice.tile, slice.supers, rows, slice.m, scratch.panel, acc)) return;
+        return dot_expanded(slice, path, scratch, acc);
+    }
+    const TileDot kernel = slice.few && path != Path::weights_scaled ? k_.few : k_.many;
+    kernel(slice.tile, slice.supers, reinterpret_cast<const float* const*>(slice.rows), slice.m, scratch.panel, acc);
 }
 
 // bf16 rows through the fp32 kernels, a few at a time: rows with extreme values, and tiles with extreme scales.
-void Layer::dot_expanded(const Product& product, Path path, const uint8_t* tile, const void* const* rows, int64_t m,
-                         const ThreadScratch& scratch) {
+void Layer::dot_expanded(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc) {
     const TileDot kernel = path == Path::weights_scaled || a_.batch_invariant ? k_.many : k_.few;
-    const int64_t width = product.supers * kSuperK;
-    for (int64_t first = 0; first < m; first += kExpandedRows) {
-        const int64_t n = std::min<int64_t>(kExpandedRows, m - first);
+    const int64_t width = slice.supers * kSuperK;
+    for (int64_t first = 0; first < slice.m; first += kExpandedRows) {
+        const int64_t n = std::min<int64_t>(kExpandedRows, slice.m - first);
         const float* expanded[kExpandedRows];
         for (int64_t i = 0; i < n; i++) {
             float* row = scratch.expanded + i * width;
-            k_.to_float(rows[first + i], Dtype::bf16, row, width);
+            k_.to_float(slice.rows[first + i], Dtype::bf16, row, width);
             expanded[i] = row;
         }
-        kernel(tile, product.supers, expanded, n, scratch.panel, scratch.acc + first * kTileRows);
+        kernel(slice.tile, slice.supers, expanded, n, scratch.panel, acc + first * kTileRows);
     }
 }
 

@@ -60,7 +60,7 @@ std::vector<Group> group_slots(const MoeArgs& args, PathOf path_of, int64_t* ord
 
 // Runs of tiles, small enough for all threads to end together and long enough to read memory in streams.
 inline std::vector<TileRange> split_tiles(const std::vector<Group>& groups, int64_t tiles, int64_t threads) {
-    constexpr int64_t kTasksPerThread = 16, kLongestRun = 8;
+    constexpr int64_t kTasksPerThread = 16;
     const int64_t total = static_cast<int64_t>(groups.size()) * tiles;
     const int64_t run = std::max<int64_t>(1, std::min(kLongestRun, total / (threads * kTasksPerThread)));
     std::vector<TileRange> tasks;

@@ -115,7 +115,6 @@ void decode_superblock(const uint8_t* super, float (*w)[kTileRows]) {
 }
 
 void tile_dot(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void*, float* acc) {
-    memset(acc, 0, static_cast<size_t>(m) * kTileRows * sizeof(float));
     float w[kSuperK][kTileRows];
     for (int64_t s = 0; s < supers; s++, tile += kSuperBytes) {
         decode_superblock(tile, w);

@@ -8,7 +8,8 @@
 
 namespace mxfp4::cpu {
 
-constexpr int kExpandedRows = 6;  // rows that are brought from bf16 to fp32 at once; a row block of the kernels
+constexpr int64_t kLongestRun = 8;  // tiles of one task; their sums stay in L2 together
+constexpr int kExpandedRows = 6;    // rows that are brought from bf16 to fp32 at once; a row block of the kernels
 
 // Which kernels a row of x or h may take.
 enum class Path : int {
@@ -68,7 +69,7 @@ struct Rows {
 };
 
 struct ThreadScratch {
-    float* acc;       // [kMaxRows, 32]
+    float* acc;       // [kLongestRun, kMaxRows, 32]
     void* panel;      // kPanelBytes
     float* expanded;  // [kExpandedRows, padded width], only where rows are bf16
 };
@@ -102,7 +103,7 @@ class Workspace {
 
   private:
     static constexpr int64_t kAlign = 64;
-    static constexpr int64_t kAcc = static_cast<int64_t>(kMaxRows) * kTileRows;
+    static constexpr int64_t kAcc = kLongestRun * kMaxRows * kTileRows;
 
     template <class T>
     T* take(int64_t n) {
