@@ -57,11 +57,22 @@ class MXFP4Experts(torch.nn.Module):
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert_ids: Tensor | None = None) -> Tensor:
         """Shapes, dtypes and errors as ``mxfp4_ops.mxfp4_moe``; x may have leading dimensions [..., H], ids and
         weights [..., K]."""
-        out = self.packed(
+        act = self.activation
+        # The op itself, not self.packed: dynamo of torch 2.11 cannot build a frozen dataclass inside a graph.
+        out: Tensor = torch.ops.mxfp4.moe(
             x.reshape(-1, x.shape[-1]),
             topk_ids.reshape(-1, topk_ids.shape[-1]),
             topk_weights.reshape(-1, topk_weights.shape[-1]),
-            expert_ids=expert_ids,
+            *(getattr(self, name) for name in SLOTS),
+            [getattr(self, name) for name in self._aux_names],
+            expert_ids,
+            layout=self.layout,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            activation=act.name,
+            alpha=act.alpha,
+            beta=act.beta,
+            limit=act.limit,
             weight_on_input=self.weight_on_input,
             batch_invariant=self.batch_invariant,
         )
