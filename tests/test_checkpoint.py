@@ -265,3 +265,14 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
 def test_opening_a_checkpoint_says_which_file_has_what(tmp_path: Path) -> None:
     write(tmp_path, sharded=True)
     assert Checkpoint.open(tmp_path).files[PREFIX.format(1) + "down_proj_bias"] == "part1.safetensors"
+
+
+def test_saving_over_the_file_that_is_mapped(tmp_path: Path) -> None:
+    """Loaded tensors map the file: it is replaced, never cut short under them."""
+    path = tmp_path / "experts.safetensors"
+    packed = packed_by("reference")
+    save_packed(packed, path)
+    loaded = load_packed(path)
+    save_packed(loaded, path)
+    assert equal(loaded, packed) and equal(load_packed(path), packed)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]

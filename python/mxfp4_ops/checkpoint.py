@@ -52,11 +52,14 @@ def save_packed(packed: PackedExperts, path: str | os.PathLike[str]) -> None:
     metadata = {"version": _VERSION, "layout": packed.layout, "activation": packed.activation}
     metadata |= {"hidden": str(packed.hidden), "intermediate": str(packed.intermediate)}
     metadata |= {n: repr(v) for n in ("alpha", "beta", "limit") if (v := getattr(packed, n)) is not None}
+    # Under another name first: the tensors may map the very file that is written, and a crash leaves the old one whole.
+    partial = Path(f"{os.fspath(path)}.partial")
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None},
-        path,
+        partial,
         metadata={_KEY + name: value for name, value in metadata.items()},
     )
+    partial.replace(path)
 
 
 def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> PackedExperts:

@@ -76,8 +76,8 @@ class Agreement:
 
     ``error`` is ||a - b|| / ||b||, ``median`` the same of the median position: where two experts nearly tie in the
     router, rounding may choose the other one, and such a position is far off in any two computations. A position is
-    decided where b's first logit leads its second by more than the largest difference seen anywhere: there a
-    difference in rank would be an error and not a tie broken otherwise.
+    decided where b's first logit leads its second by more than the position's own largest difference; below that, a
+    difference in rank is a tie broken otherwise. ``largest`` is the largest difference of the median position.
     """
 
     error: float
@@ -92,14 +92,14 @@ class Agreement:
 def compare_logits(logits: Tensor, reference: Tensor) -> Agreement:
     """Compare logits [T, V] with those of the reference model [T, V]."""
     a, b = logits.double(), reference.double()
-    largest = (a - b).abs().max()
+    largest = (a - b).abs().amax(-1)
     best = b.topk(2, dim=-1)
     decided = best.values[:, 0] - best.values[:, 1] > largest
     same = a.argmax(-1) == best.indices[:, 0]
     return Agreement(
         error=float((a - b).norm() / b.norm()),
         median=float(((a - b).norm(dim=-1) / b.norm(dim=-1)).median()),
-        largest=float(largest),
+        largest=float(largest.median()),
         positions=len(b),
         decided=int(decided.sum()),
         agree_decided=int((decided & same).sum()),

@@ -167,8 +167,8 @@ def _comparison(report: Report, logits: Tensor, reference: Tensor) -> None:
     )
     report.add(
         "top-1 agreement",
-        f"{found.agree_decided} of the {found.decided} positions whose margin exceeds the largest difference "
-        f"{found.largest:.2f}; {found.agree} of all {found.positions}",
+        f"{found.agree_decided} of the {found.decided} positions whose margin exceeds their error; "
+        f"{found.agree} of all {found.positions}",
         positions=found.positions,
         decided=found.decided,
         agree_decided=found.agree_decided,
