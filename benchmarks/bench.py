@@ -132,8 +132,8 @@ def show(r: dict[str, Any], torch_best: float | None) -> None:
     times = "" if torch_best is None else f"  {torch_best * 1e3 / r['ms_p50']:6.2f}x best torch loop"
     error = "" if r["rel_l2_error"] is None else f"  error {r['rel_l2_error']:.1e}"
     print(
-        f"{r['problem']:>8} T={r['tokens']:<5} {r['system']:<22} {r['ms_p50']:>10.3f} ms  {r['packed_GB_s']:>6.1f} GB/s  "
-        f"{r['GFLOP_s']:>7.1f} GFLOP/s  {100 * r['share_of_roofline']:5.1f} % of roofline{error}{times}",
+        f"{r['problem']:>8} T={r['tokens']:<5} {r['system']:<22} {r['ms_p50']:>10.3f} ms  "
+        f"{r['packed_GB_s']:>6.1f} GB/s  {r['GFLOP_s']:>7.1f} GFLOP/s  {100 * r['share_of_roofline']:5.1f} % of roofline{error}{times}",
         flush=True,
     )
 

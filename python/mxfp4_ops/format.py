@@ -81,7 +81,7 @@ def codes_of(blocks: Tensor) -> Tensor:
 
 
 def _code_values(codes: Tensor) -> Tensor:
-    """float32 values of E2M1 codes, by moving their bits: no table that a CUDA graph would have to copy from the host."""
+    """float32 values of E2M1 codes, by moving their bits: a CUDA graph could not copy a table from the host."""
     wide = codes.to(torch.int32)
     magnitude = wide & 7
     # Codes 2 to 7 are normal: exponent (m >> 1) - 1, mantissa bit m & 1. Code 1 is the subnormal 2^-1, code 0 is zero.
