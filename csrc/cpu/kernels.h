@@ -42,7 +42,7 @@ struct ActivationParams {
     float limit;  // +inf means none
 };
 
-constexpr int kMaxRows = 128;                                 // rows of x one kernel call may get
+constexpr int kMaxRows = 192;                                 // rows of x one kernel call may get
 constexpr int64_t kPanelBytes = 8 * kSuperK * kTileRows * 4;  // scratch of the decode-once kernels: 512 k in fp32
 
 // What range() found in a row.
