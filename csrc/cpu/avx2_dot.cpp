@@ -21,8 +21,8 @@
 //   9 cycles           four sums per output instead of two           9.4 GB/s, dropped: not bound by latency
 //   10 cycles          multiply instead of shift                     10.0 GB/s
 //   fewer stores       no broadcasts kept on the stack               10.2 GB/s; M = 4 71 GFLOP/s after 67
-//   pages cost 10 %    prefetch 8 superblocks ahead                  whole layer from DRAM, 2 threads: 2.87 ms
-//   after 3.00 95 % of peak       panel and 6 x 16 block (M = 128)              97 GFLOP/s, 94 %; M = 12 76 GFLOP/s
+//   pages cost 10 %    prefetch 8 superblocks ahead                  layer from DRAM, 2 threads: 2.87 ms after 3.00
+//   95 % of peak       panel and 6 x 16 block (M = 128)              97 GFLOP/s, 94 %; M = 12 76 GFLOP/s
 #include "avx2_dot.h"
 
 #include <immintrin.h>
