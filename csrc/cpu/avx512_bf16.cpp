@@ -9,10 +9,13 @@
 // few_bf16: sums are multiplied by the scale once per 32 k, in fp32.
 // many_bf16: decodes up to 512 k of the tile into a bf16 panel [k / 2][32][2]. The scale is folded in exactly: the
 // table holds patterns with the exponent lifted by 250 - 127, and (250 - b) << 7 is subtracted with unsigned
-// saturation, which turns both zeros into 0. This needs b <= 250, and b >= 2 for results that are normal.
+// saturation, which turns both zeros into 0. This needs b <= 250, and b >= 64 so that products with |x| >= 2^-62
+// (kTinyBf16) are no subnormals, which vdpbf16ps would flush.
 //
-// Steps: 2026-11-30, written without an AVX512-BF16 machine; results checked in emulation, speed not measured. The same
-// scheme in a prototype on two Zen 4 cores: 34.7 GB/s of packed bytes at one row, 435 GFLOP/s at six (98 % of peak).
+// Steps, 2026-11-30, a core of an Intel Xeon of Sapphire Rapids, weights in L2: few 12.3 GB/s of packed bytes at one
+// row, 67 GFLOP/s at six; many 76 GFLOP/s. vdpbf16ps runs at half the rate of FMA there, so the fp32 kernels are faster
+// (117 and 135 GFLOP/s) and isa.cpp prefers them. Where it runs at the full rate, on AMD, a prototype of this scheme
+// reached 435 GFLOP/s on two Zen 4 cores at six rows, twice the peak of fp32; these kernels were not run there.
 #include "avx512_dot.h"
 #include "avx512_vector.h"
 #include "kernels.h"
@@ -24,6 +27,7 @@ constexpr int kPanelSupers = 8;
 constexpr int kPanelRowBlock = 12;
 constexpr int kFewRowBlock = 6;
 constexpr int kFoldBias = 250;  // the largest scale byte whose weights have a bf16 pattern in the lifted table
+constexpr int kFoldLeast = 64;  // the least scale byte whose products with |x| >= kTinyBf16 are normal numbers
 
 struct WordTable {
     alignas(64) uint16_t words[32];
@@ -181,7 +185,7 @@ constexpr PanelRows kPanelRows[kPanelRowBlock] = {panel_rows<1>, panel_rows<2>, 
 
 bool many_bf16(const uint8_t* tile, int64_t supers, const uint16_t* const* rows, int64_t m, void* panel, float* acc) {
     for (int64_t s = 0; s < supers; s++) {
-        if (has_scale_outside(tile + s * kSuperBytes, 2, kFoldBias)) return false;
+        if (has_scale_outside(tile + s * kSuperBytes, kFoldLeast, kFoldBias)) return false;
     }
     auto* words = static_cast<uint16_t*>(panel);
     int64_t s = 0;

@@ -35,6 +35,14 @@ inline __m512 scales_of(const uint8_t* super, int block, int half) {
     return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, special, bits, _mm512_set1_epi32(0x400000)));
 }
 
+// Asks for the superblock that comes 8 superblocks later in the stream. Hardware stops at every page of 4 KiB; past the
+// end of the weights a prefetch does nothing.
+inline void prefetch_ahead(const uint8_t* super) {
+    constexpr int64_t kAhead = 8, kLine = 64;
+    const char* next = reinterpret_cast<const char*>(super + kAhead * kSuperBytes);
+    for_each<kSuperBytes / kLine>([&](int i) { _mm_prefetch(next + i * kLine, _MM_HINT_T0); });
+}
+
 // Whether a scale byte of the superblock lies outside [low, high].
 inline bool has_scale_outside(const uint8_t* super, uint8_t low, uint8_t high) {
     const __m512i shifted = _mm512_sub_epi8(_mm512_loadu_si512(super), _mm512_set1_epi8(static_cast<char>(low)));
