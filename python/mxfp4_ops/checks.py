@@ -24,7 +24,9 @@ from .problem import X_FORMATS, MoEProblem, arch_of
 
 _CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ID_DTYPES = (torch.int32, torch.int64)
+_FEW_IDS = 64
 _METHODS = ("softmax_topk", "topk_softmax")
 _LABELS = {"w13": "[E, S*I, H/2]", "w13_scale": "[E, S*I, H/32]", "w2": "[E, H, I/2]", "w2_scale": "[E, H, I/32]"}
 _LABELS |= {"w13_bias": "[E, S*I]", "w2_bias": "[E, H]"}
@@ -55,8 +57,10 @@ def _device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def _shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], label: str, remedy: str = "") -> None:
-    ok = tensor.dim() == len(wanted) and all(bool(a == b) for a, b in zip(tensor.shape, wanted, strict=True))
-    need(ok, lambda: f"{op}: {name} must be {label} = {list(wanted)}, got {list(tensor.shape)}.{remedy}")
+    need(
+        tensor.shape == tuple(wanted),
+        lambda: f"{op}: {name} must be {label} = {list(wanted)}, got {list(tensor.shape)}.{remedy}",
+    )
 
 
 def _dims(op: str, name: str, tensor: Tensor, dims: int, label: str) -> None:
@@ -154,12 +158,20 @@ def packed(
     need(
         w13 is not None and w13.dim() > 0, lambda: f"{op}: w13 must have the experts as dimension 0, got no dimension."
     )
+    w13 = cast(Tensor, w13)
+    experts, device = w13.shape[0], w13.device if like is None else like.device
     for name, tensor in tensors.items():
-        if tensor is None:
+        spec = specs[name]
+        if tensor is None or (
+            # All is well, in one line: this runs at each call.
+            (tensor.dtype is spec.dtype or (spec.dtype is None and tensor.dtype in _BIAS_DTYPES))
+            and tensor.shape == (experts, *spec.shape)
+            and tensor.device == device
+        ):
             continue
-        _device(op, name, tensor, cast(Tensor, w13) if like is None else like)
+        _device(op, name, tensor, w13 if like is None else like)
         if not (name in BIASES and tensor.dim() == 2 and tensor.shape[1] == 0):  # prepare_moe returns no bias as [E, 0]
-            _packed_tensor(op, name, tensor, specs[name], cast(Tensor, w13), backend, gated=gated)
+            _packed_tensor(op, name, tensor, spec, w13, backend, gated=gated)
 
 
 def _packed_tensor(
@@ -289,7 +301,11 @@ def id_values(op: str, ids: Tensor, experts: int | None) -> None:
     """Refuse an id outside -1..E-1. Reads data, so it runs on CPU tensors only; None stands for no upper bound."""
     if ids.device.type != "cpu" or ids.numel() == 0:
         return
-    low, high = (int(v) for v in torch.aminmax(ids))
+    if ids.numel() <= _FEW_IDS:  # a decode step: plain Python is quicker than a kernel and two reads of its result
+        values = ids.flatten().tolist()
+        low, high = min(values), max(values)
+    else:
+        low, high = (int(v) for v in torch.aminmax(ids))
     need(low >= -1, lambda: f"{op}: topk_ids must be -1 (skip) or an expert, got {low}.")
     if experts is not None:
         need(high < experts, lambda: f"{op}: topk_ids must be below the number of experts E = {experts}, got {high}.")
