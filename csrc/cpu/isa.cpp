@@ -2,6 +2,7 @@
 #include "isa.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 namespace mxfp4::cpu {
@@ -37,8 +38,9 @@ const Kernels& kernels_named(const std::string& name) {
 // on Sapphire Rapids, see avx512_dot.cpp) at half of it, where the fp32 kernels win at every number of rows.
 const Kernels& preferred_kernels() {
 #if defined(MXFP4_X86)
-    const std::vector<const Kernels*> tables = available_kernels();
-    if (tables.back() == &avx512_bf16_kernels() && !__builtin_cpu_is("amd")) return avx512_kernels();
+    // By name: asking for the table itself would run its code where the CPU lacks it.
+    const bool has_bf16 = std::strcmp(available_kernels().back()->name, "avx512_bf16") == 0;
+    if (has_bf16 && !__builtin_cpu_is("amd")) return avx512_kernels();
 #endif
     return *available_kernels().back();
 }
