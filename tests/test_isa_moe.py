@@ -114,3 +114,35 @@ def test_moe_extreme_scales(isa, byte):
         fits = np.abs(want[:, 5]) < 1e37
         np.testing.assert_allclose(got[fits, 5], want[fits, 5], rtol=1e-3, atol=1e-42)
         assert byte < 253 or not np.isfinite(got[:, 5]).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@every_isa
+def test_moe_single_rows(isa, dtype):
+    """One row per expert, where x and h may be taken in integers: long rows, both kinds of h, any number of threads."""
+    rng = np.random.default_rng(17)
+    for name, (hidden, intermediate) in itertools.product(("swigluoai", "relu2_no_mul"), ((704, 992), (96, 608))):
+        layer = Layer(name, hidden, intermediate, experts=7)
+        for tokens in (1, 2, 3):
+            ids = rng.permutation(7)[: tokens * 2].reshape(tokens, 2).astype(np.int32)
+            weights = rng.random((tokens, 2)).astype(np.float32)
+            raw = encode(rng.standard_normal((tokens, hidden)), dtype)
+            one = layer.run(isa, raw, ids, weights, dtype, threads=1, fill=255)
+            for threads, fill in ((2, 0), (3, 255), (2, 1)):
+                assert np.array_equal(one, layer.run(isa, raw, ids, weights, dtype, threads=threads, fill=fill))
+            want = layer.expected(decode(raw, dtype), ids, weights, dtype)
+            assert relative_error(decode(one, dtype), want) < TOLERANCE[dtype]
+
+
+@every_isa
+def test_moe_slots_that_part_between_the_products(isa):
+    """Two slots of one expert whose h then need different kernels, one of them in fp32."""
+    rng = np.random.default_rng(18)
+    layer = Layer("relu2_no_mul", 128, 64, 2, bias=False)
+    ids, weights = np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32)
+    x = rng.standard_normal((2, 128))
+    x[1] *= 2.0**52  # its squares exceed 2^100
+    raw = encode(x, BF16)
+    got, want = layer.run(isa, raw, ids, weights, BF16), layer.expected(decode(raw, BF16), ids, weights, BF16)
+    for t in range(2):
+        assert relative_error(decode(got, BF16)[t].astype(np.float64), want[t]) < TOLERANCE[BF16]

@@ -3,6 +3,7 @@
 
 #include "activation.h"
 #include "avx2_dot.h"
+#include "avx2_int.h"
 #include "kernels.h"
 
 namespace mxfp4::cpu {
@@ -172,6 +173,8 @@ const Kernels& avx2_kernels() {
         k.few = avx2_few;
         k.many = avx2_many;
         k.few_limit = kAvx2FewLimit;
+        k.quantize_row = avx2_quantize_row;
+        k.dot_int = avx2_dot_int;
         k.range = range;
         k.activate = activate;
         k.accumulate = accumulate;

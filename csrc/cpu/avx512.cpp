@@ -41,6 +41,8 @@ const Kernels& avx512_kernels() {
         k.few = avx512_few;
         k.many = avx512_many;
         k.few_limit = kAvx512FewLimit;
+        k.quantize_row = nullptr;  // a permutation decodes 16 weights to fp32 there
+        k.dot_int = nullptr;
         k.activate = activate;
         k.accumulate = accumulate;
         return k;

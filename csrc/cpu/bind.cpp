@@ -103,6 +103,52 @@ py::object dot_bf16(const std::string& isa, const std::string& kind, const Array
     return acc;
 }
 
+// A row in integers with the memory that it points to.
+struct OwnedIntRow {
+    OwnedIntRow(const Kernels& k, const Array<float>& values)
+        : blocks(static_cast<size_t>(values.size() / kBlock)),
+          residuals(static_cast<size_t>(values.size() / kResidualShare)),
+          row{values.data(), blocks.data(), residuals.data(), 0, 0} {
+        k.quantize_row(values.size(), &row);
+    }
+
+    std::vector<IntBlock> blocks;
+    std::vector<Residual> residuals;
+    IntRow row;
+};
+
+// None when the ISA has no integer rows; else (planes, q [k] int32, factors [k/32], residual k, residual values).
+py::object quantize_row(const std::string& isa, const Array<float>& values) {
+    const Kernels& k = kernels_named(isa);
+    if (k.quantize_row == nullptr) return py::none();
+    const OwnedIntRow owned(k, values);
+    Array<int32_t> q(values.size()), residual_k(owned.row.residual_count);
+    Array<float> factors(values.size() / kBlock), residual_values(owned.row.residual_count);
+    for (py::ssize_t i = 0; owned.row.planes != 0 && i < values.size(); i++) {
+        const IntBlock& block = owned.row.blocks[i / kBlock];
+        int32_t value = 0;
+        for (int p = 0; p < owned.row.planes; p++) value = value * 256 + block.planes[p][i % kBlock];
+        q.mutable_data()[i / kStepK * kStepK + kIntOrder[i % kStepK]] = value;
+        factors.mutable_data()[i / kBlock] = block.factor;
+    }
+    for (int64_t i = 0; i < owned.row.residual_count; i++) {
+        residual_k.mutable_data()[i] = owned.row.residuals[i].k;
+        residual_values.mutable_data()[i] = owned.row.residuals[i].value;
+    }
+    return py::make_tuple(owned.row.planes, q, factors, residual_k, residual_values);
+}
+
+// tile [supers * 1088], values [supers * 64] -> [1, 32]; None when the row needs an fp32 kernel.
+py::object dot_int(const std::string& isa, const Array<uint8_t>& tile, const Array<float>& values) {
+    const Kernels& k = kernels_named(isa);
+    if (k.dot_int == nullptr) return py::none();
+    const OwnedIntRow owned(k, values);
+    if (owned.row.planes == 0) return py::none();
+    Array<float> acc = new_acc(1);
+    k.dot_int(tile.data(), tile.size() / kSuperBytes, owned.row, panel_scratch().get(), acc.mutable_data());
+    return acc;
+}
+
 int range(const std::string& isa, const Array<float>& x, float tiny) {
     return kernels_named(isa).range(x.data(), x.size(), tiny);
 }
@@ -167,6 +213,8 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("dequant", &dequant);
     m.def("dot", &dot);
     m.def("dot_bf16", &dot_bf16);
+    m.def("quantize_row", &quantize_row);
+    m.def("dot_int", &dot_int);
     m.def("range", &range);
     m.def("activate", &activate);
     m.def("accumulate", &accumulate);

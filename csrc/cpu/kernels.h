@@ -47,8 +47,8 @@ constexpr int64_t kPanelBytes = 8 * kSuperK * kTileRows * 4;  // scratch of the 
 
 // What range() found in a row.
 enum RangeFlags : int { kHasTiny = 1, kHasHuge = 2 };
-constexpr float kHuge = 0x1p100f;       // above it, a sum over 32 unscaled elements may overflow
-constexpr float kTinyBf16 = 0x1p-100f;  // below it, products may fall into the subnormals that vdpbf16ps flushes
+constexpr float kHuge = 0x1p100f;      // above it, a sum over 32 unscaled elements may overflow
+constexpr float kTinyBf16 = 0x1p-62f;  // below it, products may fall into the subnormals that vdpbf16ps flushes
 
 // Multiplies a tile, or some superblocks of one, with m rows of x: acc[i * 32 + r] += sum over k of weight(r, k) *
 // rows[i][k], in fp32.
@@ -60,6 +60,36 @@ using TileDot = void (*)(const uint8_t* tile, int64_t supers, const float* const
 // The same for rows of bf16; false, with nothing written, when these weights need the fp32 kernel to be exact.
 using TileDotBf16 = bool (*)(const uint8_t* tile, int64_t supers, const uint16_t* const* rows, int64_t m, void* panel,
                              float* acc);
+
+// A row of x in integers, without loss. An element of a block of 32 is an integer q times a power of two that all 32
+// share; q = planes[0] * 256 + planes[1] with two planes of int8, planes[0] * 65536 + planes[1] * 256 + planes[2] with
+// three. Elements that are no such integer are 0 in the planes and enter as residuals.
+constexpr int kPlanes = 3;
+constexpr int kResidualShare = 16;  // a row has at most padded_k / 16 residuals
+
+struct IntBlock {
+    float factor;                    // of q, halved, because products take doubled weights
+    int32_t offset[2];               // -12 * sum of the top plane of three, and of the two others joined
+    int8_t planes[kPlanes][kBlock];  // every 8 k in the order of kIntOrder
+};
+
+struct Residual {
+    int32_t k;
+    float value;
+};
+
+struct IntRow {
+    const float* values;  // all of the row in fp32
+    IntBlock* blocks;     // [padded_k / 32]
+    Residual* residuals;  // [padded_k / kResidualShare]
+    int64_t residual_count;
+    int planes;  // 2 or 3; 0: the row needs an fp32 kernel
+};
+
+// Fills all but the pointers from row->values.
+using QuantizeRow = void (*)(int64_t padded_k, IntRow* row);
+// As TileDot with one row, from its integers; row.planes != 0.
+using TileDotInt = void (*)(const uint8_t* tile, int64_t supers, const IntRow& row, void* panel, float* acc);
 
 struct Kernels {
     const char* name;
@@ -80,6 +110,9 @@ struct Kernels {
     TileDotBf16 few_bf16;   // null where the ISA has no bf16 dot product; takes no rows with range flags
     TileDotBf16 many_bf16;  // null together with few_bf16
     int64_t few_limit_bf16;
+    // For a single row of values that are bf16; null where the ISA gains nothing from it.
+    QuantizeRow quantize_row;
+    TileDotInt dot_int;
 
     // Element-wise parts of the layer.
     // range: flags of finite values with 0 < |x| < tiny or |x| > kHuge.

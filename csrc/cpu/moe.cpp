@@ -1,12 +1,14 @@
 // Runs the layer in three passes over the routed slots (slot = token * top_k + j):
 //
-//   1  h[slot]    = activation(W13[e] x[token] + b13[e])      tasks: (rows of one expert, a few tiles of 32 weight
-//   rows) 2  y[slot]    = W2[e] h[slot] + b2[e]                     the same 3  out[token] = sum over j of weight *
-//   y[slot]            tasks: tokens; slots in order, so bits never depend on
-//                                                             threads
+//   1  h[slot] = activation(W13[e] x[token] + b13[e])
+//   2  y[slot] = W2[e] h[slot] + b2[e]
+//   3  out[token] = sum over j of weight * y[slot], slots in order, so that bits never depend on threads
 //
-// Slots are grouped by expert with a counting sort; kernels get row pointers, so nothing is gathered. Tasks are taken
-// from an atomic counter by all threads.
+// A task of passes 1 and 2 is a few tiles of 32 weight rows for the rows of one expert; of pass 3, a token. Tasks are
+// taken from an atomic counter by all threads.
+//
+// Slots are grouped by expert with a counting sort; kernels get row pointers, so nothing is gathered. An expert with a
+// single row may take it in integers (IntRow): x is split in front of pass 1, and h by whoever finishes its last tile.
 #include "moe.h"
 
 #include <float.h>
@@ -32,6 +34,7 @@ struct Product {
     int64_t tiles_per_expert;  // tiles as packed
     int64_t supers;
     Rows rows;              // input rows
+    const IntRow* ints;     // the same in integers, or null
     int64_t slots_per_row;  // top_k for x, 1 for h
 };
 
@@ -52,10 +55,12 @@ class Layer {
 
     void run() {
         prepare_rows();
-        multiply({a_.w13, shape_.w13_tiles, shape_.w13_tiles_packed, shape_.hidden_padded / kSuperK, ws_.x, a_.top_k},
-                 [this](const Group& group, int64_t tile, float* acc) { finish_hidden(group, tile, acc); });
-        multiply({a_.w2, shape_.w2_tiles, shape_.w2_tiles_packed, shape_.intermediate_padded / kSuperK, ws_.h, 1},
-                 [this](const Group& group, int64_t tile, float* acc) { finish_output(group, tile, acc); });
+        multiply({a_.w13, shape_.w13_tiles, shape_.w13_tiles_packed, shape_.hidden_padded / kSuperK, ws_.x,
+                  ws_.x_int.rows, a_.top_k},
+                 [this](const Group& group, const TileRange& run, float* acc) { finish_hidden(group, run, acc); });
+        multiply({a_.w2, shape_.w2_tiles, shape_.w2_tiles_packed, shape_.intermediate_padded / kSuperK, ws_.h,
+                  ws_.h_int.rows, 1},
+                 [this](const Group& group, const TileRange& run, float* acc) { finish_output(group, run, acc); });
         combine();
     }
 
@@ -67,8 +72,9 @@ class Layer {
     void dot(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc);
     void dot_expanded(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc);
     void add_bias(const Bias& bias, int64_t first, int64_t n, float* tile, int64_t m);
-    void finish_hidden(const Group& group, int64_t tile, float* acc);
-    void finish_output(const Group& group, int64_t tile, float* acc);
+    void finish_hidden(const Group& group, const TileRange& run, float* acc);
+    void finish_hidden_tile(const Group& group, int64_t tile, float* acc);
+    void finish_output(const Group& group, const TileRange& run, float* acc);
     void combine();
 
     const Kernels& k_;
@@ -95,10 +101,14 @@ void Layer::prepare_rows() {
         }
         memset(row + a_.hidden * ws_.x.item, 0, static_cast<size_t>((shape_.hidden_padded - a_.hidden) * ws_.x.item));
         ws_.x.flags[t] = static_cast<uint8_t>(flags);
+        if (shape_.x_int) k_.quantize_row(shape_.hidden_padded, ws_.x_int.init(t, ws_.x));
         for (int64_t slot = t * a_.top_k; slot < (t + 1) * a_.top_k; slot++) {
             const int64_t padding = shape_.intermediate_padded - a_.intermediate;
             memset(ws_.h.row(slot) + a_.intermediate * ws_.h.item, 0, static_cast<size_t>(padding * ws_.h.item));
             ws_.h.flags[slot] = 0;
+            if (!shape_.h_int) continue;
+            ws_.h_int.init(slot, ws_.h);
+            ws_.tiles_left[slot] = static_cast<int32_t>(shape_.w13_tiles);
         }
     });
 }
@@ -116,9 +126,7 @@ void Layer::multiply(const Product& product, Finish finish) {
         const Group& group = groups[static_cast<size_t>(task.group)];
         const ThreadScratch scratch = ws_.scratch(thread);
         multiply_run(product, group, task, scratch);
-        for (int64_t t = task.begin; t < task.end; t++) {
-            finish(group, t, scratch.acc + (t - task.begin) * group.count * kTileRows);
-        }
+        finish(group, task, scratch.acc);
     });
 }
 
@@ -126,10 +134,19 @@ void Layer::multiply(const Product& product, Finish finish) {
 // stays in L2, where whole rows would come from L3 for every tile.
 void Layer::multiply_run(const Product& product, const Group& group, const TileRange& run,
                          const ThreadScratch& scratch) {
+    std::fill_n(scratch.acc, (run.end - run.begin) * group.count * kTileRows, 0.0f);
+    if (group.count == 1 && product.ints != nullptr) {
+        const IntRow& row = product.ints[group.slots[0] / product.slots_per_row];
+        for (int64_t t = run.begin; row.planes != 0 && t < run.end; t++) {
+            const int64_t tile = group.expert * product.tiles_per_expert + t;
+            k_.dot_int(product.weights + tile * product.supers * kSuperBytes, product.supers, row, scratch.panel,
+                       scratch.acc + (t - run.begin) * kTileRows);
+        }
+        if (row.planes != 0) return;
+    }
     const bool bf16 = product.rows.storage == Dtype::bf16;
     const bool few = group.count <= (bf16 ? k_.few_limit_bf16 : k_.few_limit) && !a_.batch_invariant;
     const int64_t step = few ? product.supers : kSliceSupers;
-    std::fill_n(scratch.acc, (run.end - run.begin) * group.count * kTileRows, 0.0f);
     for (int64_t s = 0; s < product.supers; s += step) {
         const void* rows[kMaxRows];
         for (int64_t i = 0; i < group.count; i++) {
@@ -181,7 +198,18 @@ void Layer::add_bias(const Bias& bias, int64_t first, int64_t n, float* tile, in
     }
 }
 
-void Layer::finish_hidden(const Group& group, int64_t tile, float* acc) {
+void Layer::finish_hidden(const Group& group, const TileRange& run, float* acc) {
+    for (int64_t t = run.begin; t < run.end; t++) {
+        finish_hidden_tile(group, t, acc + (t - run.begin) * group.count * kTileRows);
+    }
+    if (!shape_.h_int || group.count != 1) return;
+    const int64_t slot = group.slots[0];
+    const auto n = static_cast<int32_t>(run.end - run.begin);
+    const bool last = __atomic_fetch_sub(ws_.tiles_left + slot, n, __ATOMIC_ACQ_REL) == n;
+    if (last) k_.quantize_row(shape_.intermediate_padded, ws_.h_int.rows + slot);
+}
+
+void Layer::finish_hidden_tile(const Group& group, int64_t tile, float* acc) {
     for (int64_t i = 0; a_.weight_on_input && i < group.count; i++) {
         const float weight = a_.topk_weights[group.slots[i]];
         for (int c = 0; c < kTileRows; c++) acc[i * kTileRows + c] *= weight;
@@ -207,11 +235,13 @@ void Layer::finish_hidden(const Group& group, int64_t tile, float* acc) {
     }
 }
 
-void Layer::finish_output(const Group& group, int64_t tile, float* acc) {
-    const int64_t first = tile * kTileRows;
-    add_bias(a_.w2_bias, group.expert * shape_.hidden_padded + first, kTileRows, acc, group.count);
-    for (int64_t i = 0; i < group.count; i++) {
-        memcpy(ws_.y + group.slots[i] * a_.hidden + first, acc + i * kTileRows, kTileRows * sizeof(float));
+void Layer::finish_output(const Group& group, const TileRange& run, float* acc) {
+    for (int64_t t = run.begin; t < run.end; t++, acc += group.count * kTileRows) {
+        const int64_t first = t * kTileRows;
+        add_bias(a_.w2_bias, group.expert * shape_.hidden_padded + first, kTileRows, acc, group.count);
+        for (int64_t i = 0; i < group.count; i++) {
+            memcpy(ws_.y + group.slots[i] * a_.hidden + first, acc + i * kTileRows, kTileRows * sizeof(float));
+        }
     }
 }
 

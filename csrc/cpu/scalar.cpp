@@ -1,6 +1,7 @@
 // Every kernel in plain C++: the specification that the other tables are tested against, and the fallback for CPUs
 // without one. Compiled with -ffp-contract=off, so that what is written here is what is rounded.
 #include "activation.h"
+#include "int_row.h"
 #include "kernels.h"
 
 namespace mxfp4::cpu {
@@ -128,6 +129,37 @@ void tile_dot(const uint8_t* tile, int64_t supers, const float* const* rows, int
     }
 }
 
+void quantize_row(int64_t padded_k, IntRow* row) {
+    split<PackPlain>(padded_k, row);
+}
+
+// The integers of a block, in the order of k.
+void join_planes(const IntBlock& block, int planes, int32_t* q) {
+    for (int i = 0; i < kBlock; i++) {
+        int32_t value = 0;
+        for (int p = 0; p < planes; p++) value = value * 256 + block.planes[p][i];
+        q[i / kStepK * kStepK + kIntOrder[i % kStepK]] = value;
+    }
+}
+
+// Puts the row together again, which makes its very values, and multiplies it as tile_dot does.
+void dot_int(const uint8_t* tile, int64_t supers, const IntRow& row, void*, float* acc) {
+    float w[kSuperK][kTileRows];
+    int32_t q[kBlock] = {};
+    int64_t residual = 0;
+    for (int64_t s = 0; s < supers; s++) {
+        decode_superblock(tile + s * kSuperBytes, w);
+        for (int k = 0; k < kSuperK; k++) {
+            const IntBlock& block = row.blocks[s * 2 + k / kBlock];
+            if (k % kBlock == 0) join_planes(block, row.planes, q);
+            float value = static_cast<float>(q[k % kBlock]) * (2 * block.factor);
+            const bool missing = residual < row.residual_count && row.residuals[residual].k == s * kSuperK + k;
+            if (missing) value = row.residuals[residual++].value;
+            for (int r = 0; r < kTileRows; r++) acc[r] += w[k][r] * value;
+        }
+    }
+}
+
 int range(const float* x, int64_t n, float tiny) {
     int flags = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -159,6 +191,8 @@ const Kernels& scalar_kernels() {
         k.few = tile_dot;
         k.many = tile_dot;
         k.few_limit = kMaxRows;
+        k.quantize_row = quantize_row;
+        k.dot_int = dot_int;
         k.range = range;
         k.activate = activate;
         k.accumulate = accumulate;

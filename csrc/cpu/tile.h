@@ -24,6 +24,8 @@ constexpr int kStepBytes = 2 * kLineBytes;
 constexpr int64_t kSuperBytes = kScaleBytes + 16 * kLineBytes;
 
 constexpr int kNibbleToK[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+// k of the low nibbles of the four bytes of a dword, then of the high nibbles.
+constexpr int kIntOrder[kStepK] = {0, 4, 1, 5, 2, 6, 3, 7};
 
 static inline const uint8_t* scale_of(const uint8_t* super, int block, int row) {
     return super + block * kTileRows + row;

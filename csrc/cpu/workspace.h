@@ -38,6 +38,11 @@ struct Shape {
         const bool has_bf16 = kernels.few_bf16 != nullptr;
         x_storage = has_bf16 && args.dtype == Dtype::bf16 ? Dtype::bf16 : Dtype::f32;
         h_storage = has_bf16 && args.dtype != Dtype::f32 ? Dtype::bf16 : Dtype::f32;
+        // Only single rows take integers, and only bf16 values can.
+        const bool single_rows = slots <= 2 * args.experts && !args.batch_invariant;
+        const bool has_int = kernels.dot_int != nullptr && !has_bf16 && single_rows;
+        x_int = has_int && args.dtype == Dtype::bf16;
+        h_int = has_int && args.dtype != Dtype::f32;
     }
 
     // Below it, a nonzero value needs care. Values of 16-bit types are multiples of 2^-133, so that products with codes
@@ -56,6 +61,7 @@ struct Shape {
     int64_t w13_tiles, w13_tiles_packed, w13_bias_width;
     int64_t w2_tiles, w2_tiles_packed;
     Dtype x_storage, h_storage;  // bf16 where kernels read it, else f32
+    bool x_int, h_int;           // whether rows are also kept in integers
 };
 
 // Rows of x or h as kernels read them.
@@ -66,6 +72,21 @@ struct Rows {
     int64_t item, stride;  // bytes
 
     char* row(int64_t i) const { return data + i * stride; }
+};
+
+// The same rows in integers; null where there are none.
+struct IntRows {
+    IntRow* rows;
+    IntBlock* blocks;
+    Residual* residuals;
+    int64_t padded_k;
+
+    // Everything but the integers.
+    IntRow* init(int64_t i, const Rows& values) const {
+        rows[i] = {reinterpret_cast<const float*>(values.row(i)), blocks + i * (padded_k / kBlock),
+                   residuals + i * (padded_k / kResidualShare), 0, 0};
+        return rows + i;
+    }
 };
 
 struct ThreadScratch {
@@ -80,6 +101,9 @@ class Workspace {
     Workspace(const Shape& shape, int64_t threads, void* base) : base_(reinterpret_cast<uintptr_t>(base)) {
         x = rows(shape.tokens, shape.hidden_padded, shape.x_storage);
         h = rows(shape.slots, shape.intermediate_padded, shape.h_storage);
+        x_int = int_rows(shape.x_int ? shape.tokens : 0, shape.hidden_padded);
+        h_int = int_rows(shape.h_int ? shape.slots : 0, shape.intermediate_padded);
+        tiles_left = take<int32_t>(shape.h_int ? shape.slots : 0);
         y = take<float>(shape.slots * shape.hidden);
         order = take<int64_t>(shape.slots);
         const int64_t width =
@@ -98,8 +122,10 @@ class Workspace {
     int64_t bytes() const { return used_ + kAlign; }
 
     Rows x, h;
-    float* y;        // [slots, hidden]
-    int64_t* order;  // [slots], slots sorted by expert
+    IntRows x_int, h_int;
+    int32_t* tiles_left;  // [slots], tiles of w13 that the h of a slot still lacks
+    float* y;             // [slots, hidden]
+    int64_t* order;       // [slots], slots sorted by expert
 
   private:
     static constexpr int64_t kAlign = 64;
@@ -117,6 +143,13 @@ class Workspace {
         const int64_t item = dtype_bytes(storage), stride = width * item + kAlign;
         char* data = take<char>(n * stride);
         return {data, take<uint8_t>(n), storage, item, stride};
+    }
+
+    IntRows int_rows(int64_t n, int64_t width) {
+        if (n == 0) return {nullptr, nullptr, nullptr, width};
+        IntRow* rows = take<IntRow>(n);
+        IntBlock* blocks = take<IntBlock>(n * (width / kBlock));
+        return {rows, blocks, take<Residual>(n * (width / kResidualShare)), width};
     }
 
     uintptr_t base_;
