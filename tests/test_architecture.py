@@ -25,6 +25,7 @@ LAYERS = (
     ("backends",),
     ("dispatch", "packing"),
     ("checks",),
+    ("call_plan",),
     ("_ops", "functional"),
     ("nn", "prepare"),
     ("checkpoint",),

@@ -13,13 +13,13 @@ from mxfp4_ops import (
     MoEProblem,
     PackedExperts,
     Unsupported,
-    checks,
     prepare,
     problem_of,
     repack_expert,
     unprepare,
 )
 from mxfp4_ops.backends import native_cpu
+from mxfp4_ops.call_plan import plan_call
 from problems import TINY, inputs, weights
 from torch import Tensor
 
@@ -164,7 +164,7 @@ CASES: list[Case] = [
     (lambda: moe(aux=[torch.ones(7)]), ValueError,
      MOE + "aux must hold 0 tensors (none here), got 1."),
     (lambda: moe(hidden=48), ValueError,
-     MOE + "x must be [T, H] with H = hidden = 48, got [5, 96]."),
+     MOE + "hidden must be a positive multiple of 32, got 48."),
     (lambda: moe(intermediate=48), ValueError,
      MOE + "intermediate must be a positive multiple of 32, got 48."),
     # moe: weights
@@ -280,10 +280,10 @@ def test_a_layout_that_cannot_run_here_is_refused_with_its_reasons(monkeypatch: 
     """The tag travels with the bytes; where its backend cannot run, the call says why before any work."""
     held = OPS.prepare_moe(*weights(TINY).tensors().values(), layout="native_cpu.tile32.v1")
     monkeypatch.setattr(native_cpu, "load_cpu", lambda: "the library is absent")
-    checks._refusals.cache_clear()
+    plan_call.cache_clear()
     with pytest.raises(Unsupported) as caught:
         OPS.moe(*inputs(TINY), *held, [], layout="native_cpu.tile32.v1", hidden=96, intermediate=160)
-    checks._refusals.cache_clear()
+    plan_call.cache_clear()
     assert str(caught.value) == (
         "mxfp4::moe: layout 'native_cpu.tile32.v1' cannot run here: needs the compiled kernels: the library is absent."
     )

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from . import _schemas, checks, format, packing
 from ._extension import cpu_isa, load_cpu
-from .activation import Resolved
 from .backends import Backend
+from .call_plan import CallPlan, plan_call
 from .format import BLOCK, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
 
@@ -102,22 +102,24 @@ class _MoECall:
     weight_on_input: bool = False
     batch_invariant: bool = False
 
-    def check(self, op: str) -> tuple[Backend, Resolved, dict[str, Tensor | None]]:
-        """Refuse bad arguments; return who runs the call, the activation, and the packed tensors by name."""
-        backend = checks.layout(op, self.layout)
-        act = checks.formula(op, self.activation, self.alpha, self.beta, self.limit)
+    def check(self, op: str) -> tuple[CallPlan, dict[str, Tensor | None]]:
+        """Refuse bad arguments; return who runs the call and how, and the packed tensors as backends take them."""
+        checks.x_dtype(op, self.x)
+        act = (self.activation, self.alpha, self.beta, self.limit)
+        flags = (self.x_format, self.weight_on_input, self.batch_invariant)
+        bias = self.w13_bias is not None or self.w2_bias is not None
         sizes = (self.hidden, self.intermediate)
+        plan = plan_call(op, self.layout, (*sizes, *act, *flags), bias, self.x.dtype, self.x.device)
+        checks.x_scale(op, self.x_scale, self.x_format)
         checks.moe_inputs(op, self.x, self.topk_ids, self.topk_weights, self.hidden)
-        names = checks.names(op, backend, *sizes, gated=act.gated)
-        checks.aux(op, self.aux, names)
-        packed = dict(zip(names, [*(getattr(self, slot) for slot in SLOTS), *self.aux], strict=True))
-        checks.packed(op, packed, backend, *sizes, gated=act.gated, like=self.x)
+        checks.aux(op, self.aux, plan.names)
+        six = (self.w13, self.w13_scale, self.w13_bias, self.w2, self.w2_scale, self.w2_bias)
+        tensors = dict(zip(plan.names, (*six, *self.aux), strict=True))
+        gated = plan.activation.gated
+        packed = checks.packed(op, tensors, plan.backend, *sizes, gated=gated, like=self.x)
         if self.expert_ids is not None:
             checks.expert_ids(op, self.expert_ids, self.w13.shape[0], self.x)
-        bias = self.w13_bias is not None or self.w2_bias is not None
-        flags = (self.x_format, self.weight_on_input, self.batch_invariant)
-        checks.moe_options(op, backend, self.x, self.x_scale, (*sizes, act, bias, *flags))
-        return backend, act, packed
+        return plan, packed
 
 
 def _moe_fake(*args: Any, **kwargs: Any) -> Tensor:
@@ -128,7 +130,7 @@ def _moe_fake(*args: Any, **kwargs: Any) -> Tensor:
 
 def _moe(*args: Any, **kwargs: Any) -> Tensor:
     op, call = "mxfp4::moe", _MoECall(*args, **kwargs)
-    backend, act, packed = call.check(op)
+    plan, packed = call.check(op)
     if call.expert_ids is None:
         checks.id_values(op, call.topk_ids, call.w13.shape[0])
         ids = call.topk_ids
@@ -136,25 +138,18 @@ def _moe(*args: Any, **kwargs: Any) -> Tensor:
         ids = _localise(call.topk_ids, call.expert_ids)
     if call.x.shape[0] == 0:
         return call.x.new_empty(call.x.shape)
-    return backend.run(
+    return plan.backend.run(
         call.x,
         ids,
         call.topk_weights,
-        {name: _plain(name, tensor) for name, tensor in packed.items()},
-        act,
+        packed,
+        plan.activation,
         hidden=call.hidden,
         intermediate=call.intermediate,
         x_format=call.x_format,
         weight_on_input=call.weight_on_input,
         batch_invariant=call.batch_invariant,
     )
-
-
-def _plain(name: str, tensor: Tensor | None) -> Tensor | None:
-    """What backends are given: bytes as uint8, an absent bias as None."""
-    if tensor is None or name not in BIASES:
-        return tensor if tensor is None else as_bytes(tensor)
-    return tensor if tensor.numel() else None
 
 
 def _localise_fake(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:

@@ -7,20 +7,18 @@ T.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from .activation import Activation, Resolved, resolve
+from .activation import Resolved, resolve
 from .backends import Backend
 from .dispatch import backend_of
-from .errors import Unsupported, dtype_name, need, need_type
+from .errors import dtype_name, need, need_type
 from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes, need_blocks
 from .layout import BIASES, SLOTS, TensorSpec, canonical_specs, packed_specs
-from .problem import X_FORMATS, MoEProblem, arch_of
 
 _CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -151,8 +149,12 @@ def packed(
     *,
     gated: bool,
     like: Tensor | None = None,
-) -> None:
-    """Check packed tensors by name against the layout that they claim to be in, and that they are where ``like`` is."""
+) -> dict[str, Tensor | None]:
+    """Check packed tensors by name against the layout that they claim to be in, and that they are where ``like`` is.
+
+    Returns them as backends take them: bytes as uint8, and an absent bias (None, or [E, 0] as prepare_moe returns it)
+    as None.
+    """
     specs = packed_specs(backend.layout, hidden, intermediate, gated)
     w13 = tensors["w13"]
     need(
@@ -160,18 +162,24 @@ def packed(
     )
     w13 = cast(Tensor, w13)
     experts, device = w13.shape[0], w13.device if like is None else like.device
+    plain: dict[str, Tensor | None] = {}
     for name, tensor in tensors.items():
         spec = specs[name]
+        plain[name] = tensor
         if tensor is None or (
-            # All is well, in one line: this runs at each call.
+            # All is well, in one comparison: this runs at each call.
             (tensor.dtype is spec.dtype or (spec.dtype is None and tensor.dtype in _BIAS_DTYPES))
             and tensor.shape == (experts, *spec.shape)
             and tensor.device == device
         ):
             continue
         _device(op, name, tensor, w13 if like is None else like)
-        if not (name in BIASES and tensor.dim() == 2 and tensor.shape[1] == 0):  # prepare_moe returns no bias as [E, 0]
-            _packed_tensor(op, name, tensor, spec, w13, backend, gated=gated)
+        if name in BIASES and tensor.dim() == 2 and tensor.shape[1] == 0:
+            plain[name] = None
+            continue
+        _packed_tensor(op, name, tensor, spec, w13, backend, gated=gated)
+        plain[name] = tensor if name in BIASES else as_bytes(tensor)
+    return plain
 
 
 def _packed_tensor(
@@ -209,8 +217,15 @@ def named(
     return dict(zip(found, tensors, strict=True))
 
 
-def moe_inputs(op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, hidden: int) -> None:
+def x_dtype(op: str, x: Tensor) -> None:
     _dtype(op, "x", x, FLOAT_DTYPES)
+
+
+def x_scale(op: str, scale: Tensor | None, x_format: str) -> None:
+    need(scale is None, lambda: f"{op}: x_scale must be None for x_format {x_format!r}, which takes x as it is.")
+
+
+def moe_inputs(op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, hidden: int) -> None:
     need(
         x.dim() == 2 and bool(x.shape[1] == hidden),
         lambda: f"{op}: x must be [T, H] with H = hidden = {hidden}, got {list(x.shape)}.",
@@ -235,51 +250,6 @@ def _per_token(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
         lambda: f"{op}: {name} must be [T, K] with T = {x.shape[0]} as in x, got {list(tensor.shape)}.",
     )
     _device(op, name, tensor, x)
-
-
-def moe_options(
-    op: str,
-    backend: Backend,
-    x: Tensor,
-    x_scale: Tensor | None,
-    problem: tuple[int, int, Resolved, bool, str, bool, bool],
-) -> None:
-    """Honour or refuse: what the backend of this layout cannot do on x's device is an error naming every reason."""
-    x_format = problem[4]
-    need(x_format in X_FORMATS, lambda: f"{op}: x_format must be one of {', '.join(X_FORMATS)}, got {x_format!r}.")
-    need(x_scale is None, lambda: f"{op}: x_scale must be None for x_format {x_format!r}, which takes x as it is.")
-    reasons = _refusals(op, backend, x.device, x.dtype, problem)
-    if reasons:
-        raise Unsupported(f"{op}: layout {backend.layout.tag!r} cannot run here: {'; '.join(reasons)}.")
-
-
-@functools.lru_cache(maxsize=1024)
-def _refusals(
-    op: str,
-    backend: Backend,
-    device: torch.device,
-    x_dtype: torch.dtype,
-    problem: tuple[int, int, Resolved, bool, str, bool, bool],
-) -> tuple[str, ...]:
-    hidden, intermediate, act, bias, x_format, weight_on_input, batch_invariant = problem
-    if device.type == "meta":
-        return ()  # shapes only: any layout may be traced anywhere
-    return tuple(
-        backend.why_not(
-            MoEProblem(
-                arch=arch_of(device),
-                experts=1,  # not a matter of the call: the weights are packed
-                hidden=hidden,
-                intermediate=intermediate,
-                x_dtype=x_dtype,
-                x_format=x_format,
-                activation=Activation(act.name),
-                bias=bias,
-                weight_on_input=weight_on_input,
-                batch_invariant=batch_invariant,
-            )
-        )
-    )
 
 
 def expert_ids(op: str, ids: Tensor, experts: int | torch.SymInt | None, like: Tensor) -> None:
