@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import kernels_reference as ref
 import mxfp4_ops._kernels as kernels  # an error, not a skip, when it was not built
@@ -359,7 +360,11 @@ def chosen(isa: str | None) -> subprocess.CompletedProcess:
 
 
 def test_the_best_table_is_chosen():
-    assert ISAS[0] == "scalar" and chosen(None).stdout.strip() == ISAS[-1]
+    """The last one, but for bf16 dot products, which are slower than fp32 FMA on Intel and faster on AMD."""
+    cpuinfo = Path("/proc/cpuinfo")
+    amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+    wanted = [isa for isa in ISAS if amd or isa != "avx512_bf16"]
+    assert ISAS[0] == "scalar" and chosen(None).stdout.strip() == wanted[-1]
 
 
 @every_isa
