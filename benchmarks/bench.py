@@ -178,7 +178,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     args.problem = "4096x4096" if args.what == "format" else args.problem
-    rows = bench_format(args) if args.what == "format" else bench_moe(args)
+    with torch.inference_mode():  # as generation runs
+        rows = bench_format(args) if args.what == "format" else bench_moe(args)
     if args.csv:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
         with args.csv.open("w", newline="") as file:

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import backends_for
 from mxfp4_ops import Activation, ExpertWeights, PackedExperts, prepare, unprepare
 from mxfp4_ops.backends import Backend
 from problems import GPT_OSS, TINY, answer, errors, inputs, weights
@@ -60,12 +61,10 @@ def on(
     return prepare(experts, activation=activation, prefer=backend.name, interleaved=interleaved)
 
 
-@pytest.fixture
-def backend(runnable: tuple[str, Backend]) -> Backend:
-    device, found = runnable
-    if device != "cpu":
-        pytest.skip("the hand-written cases are CPU cases; test_backends runs every device")
-    return found
+@pytest.fixture(params=backends_for("cpu"), ids=lambda b: b.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """The hand-written cases are CPU cases; test_backends runs every device."""
+    return request.param
 
 
 def test_v01_nibble_order() -> None:

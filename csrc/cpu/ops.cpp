@@ -128,11 +128,24 @@ void check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
     for (const Tensor* tensor : {&x, &topk_ids, &topk_weights, &w13, &w2}) {
         STD_TORCH_CHECK(tensor->is_contiguous(), "mxfp4_ops internal error: contiguous tensors are needed");
     }
-    STD_TORCH_CHECK(topk_ids.scalar_type() == ScalarType::Int && topk_weights.scalar_type() == ScalarType::Float,
-                    "mxfp4_ops internal error: routing is int32 and float32");
+    STD_TORCH_CHECK(topk_weights.scalar_type() == ScalarType::Float,
+                    "mxfp4_ops internal error: routing weights are float32");
     STD_TORCH_CHECK(w13.dim() == 4 && w13.size(3) == kSuperBytes && w2.dim() == 4 && w2.size(3) == kSuperBytes,
                     "mxfp4_ops internal error: weights are not packed as native_cpu.tile32.v1");
     STD_TORCH_CHECK(x.size(1) == hidden, "mxfp4_ops internal error: hidden ", hidden, " but x has ", x.size(1));
+}
+
+// int32 or int64 ids as int32, each one in -1 .. experts - 1: this is the check of the CPU, before any work. Python
+// turns it into a sentence.
+template <class Id>
+std::vector<int32_t> checked_ids(const Tensor& topk_ids, int64_t experts) {
+    const auto* ids = static_cast<const Id*>(topk_ids.const_data_ptr());
+    std::vector<int32_t> checked(static_cast<size_t>(topk_ids.numel()));
+    for (size_t i = 0; i < checked.size(); i++) {
+        STD_TORCH_CHECK(ids[i] >= -1 && ids[i] < experts, "mxfp4_ops: expert id ", ids[i], " of ", experts);
+        checked[i] = static_cast<int32_t>(ids[i]);
+    }
+    return checked;
 }
 
 Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
@@ -141,6 +154,10 @@ Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_we
                   int64_t intermediate, int64_t activation, double alpha, double beta, double limit,
                   bool weight_on_input, bool batch_invariant) {
     check_moe(x, topk_ids, topk_weights, w13, w2, hidden);
+    const bool wide = topk_ids.scalar_type() == ScalarType::Long;
+    STD_TORCH_CHECK(wide || topk_ids.scalar_type() == ScalarType::Int, "mxfp4_ops internal error: dtype of ids");
+    const std::vector<int32_t> ids =
+        wide ? checked_ids<int64_t>(topk_ids, w13.size(0)) : checked_ids<int32_t>(topk_ids, w13.size(0));
     const Kernels& k = kernels();
     const Threads threads = torch_threads();
     Tensor out = torch::stable::new_empty(x, shape_with_last(x, hidden), x.scalar_type());
@@ -152,7 +169,7 @@ Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_we
     args.top_k = topk_ids.size(1);
     args.dtype = dtype_of(x.scalar_type());
     args.x = x.const_data_ptr();
-    args.topk_ids = static_cast<const int32_t*>(topk_ids.const_data_ptr());
+    args.topk_ids = ids.data();
     args.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
     args.w13 = static_cast<const uint8_t*>(w13.const_data_ptr());
     args.w13_bias = bias_of(w13_bias);

@@ -131,25 +131,29 @@ def _moe_fake(*args: Any, **kwargs: Any) -> Tensor:
 def _moe(*args: Any, **kwargs: Any) -> Tensor:
     op, call = "mxfp4::moe", _MoECall(*args, **kwargs)
     plan, packed = call.check(op)
-    if call.expert_ids is None:
-        checks.id_values(op, call.topk_ids, call.w13.shape[0])
-        ids = call.topk_ids
-    else:
-        ids = _localise(call.topk_ids, call.expert_ids)
     if call.x.shape[0] == 0:
         return call.x.new_empty(call.x.shape)
-    return plan.backend.run(
-        call.x,
-        ids,
-        call.topk_weights,
-        packed,
-        plan.activation,
-        hidden=call.hidden,
-        intermediate=call.intermediate,
-        x_format=call.x_format,
-        weight_on_input=call.weight_on_input,
-        batch_invariant=call.batch_invariant,
-    )
+    ids, experts = call.topk_ids, call.w13.shape[0]
+    if call.expert_ids is not None:
+        ids = _localise(ids, call.expert_ids)
+    elif not plan.backend.checks_ids:
+        checks.id_values(op, ids, experts)
+    try:
+        return plan.backend.run(
+            call.x,
+            ids,
+            call.topk_weights,
+            packed,
+            plan.activation,
+            hidden=call.hidden,
+            intermediate=call.intermediate,
+            x_format=call.x_format,
+            weight_on_input=call.weight_on_input,
+            batch_invariant=call.batch_invariant,
+        )
+    except RuntimeError:
+        checks.id_values(op, ids, experts)  # raises the sentence if it was this
+        raise
 
 
 def _localise_fake(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:

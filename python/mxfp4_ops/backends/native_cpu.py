@@ -131,8 +131,8 @@ def _run(
 ) -> Tensor:
     return torch.ops.mxfp4._native_moe(
         x.contiguous(),
-        ids.to(torch.int32).contiguous(),
-        weights.to(torch.float32).contiguous(),
+        ids.contiguous(),
+        (weights if weights.dtype is torch.float32 else weights.float()).contiguous(),
         packed["w13"],
         packed["w13_scale"],
         packed["w13_bias"],
@@ -150,4 +150,6 @@ def _run(
     )
 
 
-BACKEND = Backend("native_cpu", Layout("native_cpu.tile32.v1", 64, 64, _specs, _pack, _unpack), _why_not, _run)
+BACKEND = Backend(
+    "native_cpu", Layout("native_cpu.tile32.v1", 64, 64, _specs, _pack, _unpack), _why_not, _run, checks_ids=True
+)
