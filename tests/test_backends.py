@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import backends_for
 from mxfp4_ops import ACTIVATIONS, Activation, ExpertWeights, PackedExperts, prepare
 from mxfp4_ops.backends import Backend
 from problems import GPT_OSS, PROBLEMS, TINY, Problem, answer, errors, inputs, weights
@@ -282,6 +283,15 @@ def test_fp16_callers_do_not_overflow_between_the_products(runnable: Runnable) -
         x, torch.zeros(2, 1, dtype=torch.int64, device=device), torch.ones(2, 1, device=device)
     )
     assert out[:, 0].tolist() == pytest.approx([1.0, 1.0], rel=5e-3)
+
+
+@pytest.mark.parametrize("bad", [2**32, 2**31, -(2**32)])
+def test_ids_are_not_cut_to_32_bits(bad: int) -> None:
+    """2^32 is expert 0 in its low half: it has to be refused as it is."""
+    for backend in backends_for("cpu"):
+        x, _, routing = inputs(TINY)
+        with pytest.raises(ValueError, match=f"topk_ids must be .*, got {bad}"):
+            pack(backend, weights(TINY))(x, torch.full(routing.shape, bad), routing)
 
 
 def test_inference_mode_and_no_grad(runnable: Runnable) -> None:
