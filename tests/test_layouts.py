@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 import torch
-from mxfp4_ops import BACKENDS, ExpertWeights, PackedExperts, prepare, repack_expert, unprepare
+from mxfp4_ops import BACKENDS, ExpertWeights, PackedExperts, packing, prepare, repack_expert, unprepare
 from mxfp4_ops.activation import Activation
 from mxfp4_ops.layout import BIASES, SLOTS, Layout, packed_specs
 from problems import GPT_OSS, PROBLEMS, TINY, Problem, weights
@@ -174,6 +174,21 @@ def test_canonical_experts_are_relabelled_without_a_copy() -> None:
     assert [t.data_ptr() for t in packed.tensors()] == [
         t.data_ptr() for t in experts.tensors().values() if t is not None
     ]
+
+
+@pytest.mark.parametrize("name", ["w13_scale", "w2_scale"])
+def test_scale_bytes_that_a_layout_decodes_otherwise_are_refused(name: str) -> None:
+    """A layout may declare the scale bytes its kernels get right; others are refused, naming where the first is."""
+    base = LAYOUTS[0]
+    narrow = Layout("narrow.v1", 64, 64, base.specs, base.pack, base.unpack, scale_bytes=range(1, 255))
+    held = {n: t for n, t in weights(TINY).tensors().items() if t is not None}
+    packing.need_scale_bytes(held, narrow)
+    held[name][4, 9, 2] = 255
+    packing.need_scale_bytes(held, base)
+    with pytest.raises(
+        ValueError, match=rf"{name} must hold bytes 1..254 .* got 255 at expert 4, row 9, block 2\. Name"
+    ):
+        packing.need_scale_bytes(held, narrow)
 
 
 def test_layouts_with_equal_shapes_are_known() -> None:

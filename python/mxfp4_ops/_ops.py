@@ -17,8 +17,10 @@ from torch import Tensor
 
 from . import _schemas, checks, format, packing
 from ._extension import cpu_isa, load_cpu
+from .activation import resolve
 from .backends import Backend
 from .call_plan import CallPlan, plan_call
+from .dispatch import backend_of
 from .format import BLOCK, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
 
@@ -196,8 +198,8 @@ class _PrepareCall:
 
     def check(self, op: str, *, one: bool = False) -> tuple[Backend, bool, dict[str, Tensor]]:
         """Refuse bad arguments; return the layout's owner, whether w13 has two halves, and the weights as a stack."""
-        backend = checks.layout(op, self.layout)
-        gated = checks.formula(op, self.activation, self.alpha, self.beta, self.limit).gated
+        backend = backend_of(op, self.layout)
+        gated = resolve(op, self.activation, self.alpha, self.beta, self.limit).gated
         checks.interleaved(op, self.interleaved, gated=gated)
         weights = {slot: getattr(self, slot) for slot in SLOTS}
         weights = checks.one_expert_stack(op, weights) if one else weights
@@ -219,7 +221,7 @@ def _prepare_moe(*args: Any, **kwargs: Any) -> list[Tensor]:
 
 def _unprepare_check(packed: Sequence[Tensor], layout: str, hidden: int, intermediate: int, gated: bool) -> Backend:
     op = "mxfp4::unprepare_moe"
-    backend = checks.layout(op, layout)
+    backend = backend_of(op, layout)
     tensors = checks.named(op, packed, backend, hidden, intermediate, gated=gated)
     checks.packed(op, dict(tensors), backend, hidden, intermediate, gated=gated)
     return backend
@@ -309,8 +311,7 @@ def _route(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return ids.to(torch.int32).contiguous(), (values * call.scale).contiguous()
 
 
-# --- leaves: shapes only; the compiled library has the kernels
-# ---------------------------------------------------------
+# --- leaves: shapes only; the compiled library has the kernels --------------------------------------------------------
 
 
 def _native_quant_fake(x: Tensor, scale_rule: int) -> tuple[Tensor, Tensor]:

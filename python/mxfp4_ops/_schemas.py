@@ -40,7 +40,7 @@ ALIASES = {
 }
 
 # Leaves: plain tensors and numbers, no strings. The compiled library of a device registers their kernels and nothing
-# else; no argument is checked there.
+# else; of the arguments only the values of topk_ids are checked there.
 LEAVES = {
     "_native_moe": (
         f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, int hidden, int intermediate, int activation, "

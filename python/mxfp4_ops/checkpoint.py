@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .activation import Activation
+from .activation import Activation, resolve
+from .dispatch import backend_of
 from .errors import dtype_name, need, need_type
 from .experts import ExpertWeights, PackedExperts
 from .layout import BIASES, SLOTS, packed_specs
@@ -77,11 +78,11 @@ def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu"
         _metadata(op, metadata, "version") == _VERSION,
         lambda: f"{op}: metadata {_KEY}version must be {_VERSION}, got {metadata['version']!r}.",
     )
-    backend = checks.layout(op, tag)
+    backend = backend_of(op, tag)
     sizes = {name: _number(op, metadata, name, int) for name in ("hidden", "intermediate")}
     options = {n: _number(op, metadata, n, float) if n in metadata else None for n in ("alpha", "beta", "limit")}
     act = Activation(_metadata(op, metadata, "activation"), **options)
-    checks.formula(op, act.name, act.alpha, act.beta, act.limit)
+    resolve(op, act.name, act.alpha, act.beta, act.limit)
     specs = packed_specs(backend.layout, sizes["hidden"], sizes["intermediate"], act.gated)
     stored = [*SLOTS, *(f"aux{i}" for i in range(len(specs) - len(SLOTS)))]
     missing = [name for name in stored if name not in tensors and name not in BIASES]

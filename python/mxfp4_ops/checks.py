@@ -13,9 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .activation import Resolved, resolve
 from .backends import Backend
-from .dispatch import backend_of
 from .errors import dtype_name, need, need_type
 from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes, need_blocks
 from .layout import BIASES, SLOTS, TensorSpec, canonical_specs, packed_specs
@@ -327,14 +325,6 @@ def route_unused(op: str, method: str, tensors: Mapping[str, Tensor | None], gro
         groups == 1 and topk_groups == 1,
         lambda: f"{op}: groups and topk_groups must be 1 for method {method!r}, got {groups} and {topk_groups}.",
     )
-
-
-def formula(op: str, name: str, alpha: float | None, beta: float | None, limit: float | None) -> Resolved:
-    return resolve(op, name, alpha, beta, limit)
-
-
-def layout(op: str, tag: str) -> Backend:
-    return backend_of(op, tag)
 
 
 def one_expert_stack(op: str, weights: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

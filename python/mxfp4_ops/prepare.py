@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import checks, packing
-from .activation import Activation
+from .activation import Activation, resolve
 from .dispatch import backend_of, select
 from .errors import need
 from .experts import ExpertWeights, PackedExperts, join_gate_up, need_canonical
@@ -29,7 +29,7 @@ def problem_of(
     take."""
     need_canonical(_OP, experts)
     act = Activation(activation) if isinstance(activation, str) else activation
-    checks.formula(_OP, act.name, act.alpha, act.beta, act.limit)
+    resolve(_OP, act.name, act.alpha, act.beta, act.limit)
     weights = checks.canonical(_OP, experts.tensors(), gated=act.gated)
     return MoEProblem(
         arch=arch_of(weights["w13"].device if device is None else device),
