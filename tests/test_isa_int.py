@@ -156,6 +156,17 @@ def test_dot_int_scales(isa):
 
 
 @every_integer_isa
+@pytest.mark.parametrize("x", ["normal", "heavy"])  # two and three planes
+def test_dot_int_gives_a_tile_the_same_bits_whatever_its_neighbours(isa, x):
+    rng, x = np.random.default_rng(22), integer_rows()[x]
+    tiles = [ref.pack_tiles(*random_tile(rng, len(x), 0, 255)).reshape(-1) for _ in range(5)]
+    alone = [kernels.dot_int(isa, guarded(tile), guarded(x))[0] for tile in tiles]
+    for count in range(1, 6):
+        together = kernels.dot_int(isa, guarded(np.concatenate(tiles[:count])), guarded(x))
+        assert np.array_equal(together, alone[:count], equal_nan=True)
+
+
+@every_integer_isa
 def test_dot_int_scale_255_makes_nan(isa):
     scales = np.full((32, 2), 127, np.uint8)
     scales[9, 1] = 255

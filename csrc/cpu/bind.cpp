@@ -138,14 +138,15 @@ py::object quantize_row(const std::string& isa, const Array<float>& values) {
     return py::make_tuple(owned.row.planes, q, factors, residual_k, residual_values);
 }
 
-// tile [supers * 1088], values [supers * 64] -> [1, 32]; None when the row needs an fp32 kernel.
-py::object dot_int(const std::string& isa, const Array<uint8_t>& tile, const Array<float>& values) {
+// tiles [count * supers * 1088], values [supers * 64] -> [count, 32]; None when the row needs an fp32 kernel.
+py::object dot_int(const std::string& isa, const Array<uint8_t>& tiles, const Array<float>& values) {
     const Kernels& k = kernels_named(isa);
     if (k.dot_int == nullptr) return py::none();
     const OwnedIntRow owned(k, values);
     if (owned.row.planes == 0) return py::none();
-    Array<float> acc = new_acc(1);
-    k.dot_int(tile.data(), tile.size() / kSuperBytes, owned.row, panel_scratch().get(), acc.mutable_data());
+    const int64_t supers = values.size() / kSuperK, count = tiles.size() / (supers * kSuperBytes);
+    Array<float> acc = new_acc(count);
+    k.dot_int(tiles.data(), count, supers, owned.row, panel_scratch().get(), acc.mutable_data());
     return acc;
 }
 

@@ -88,8 +88,10 @@ struct IntRow {
 
 // Fills all but the pointers from row->values.
 using QuantizeRow = void (*)(int64_t padded_k, IntRow* row);
-// As TileDot with one row, from its integers; row.planes != 0.
-using TileDotInt = void (*)(const uint8_t* tile, int64_t supers, const IntRow& row, void* panel, float* acc);
+// As TileDot with one row, from its integers, for `count` tiles that follow each other; acc [count, 32], row.planes !=
+// 0.
+using TileDotInt = void (*)(const uint8_t* tiles, int64_t count, int64_t supers, const IntRow& row, void* panel,
+                            float* acc);
 
 struct Kernels {
     const char* name;

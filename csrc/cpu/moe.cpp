@@ -137,12 +137,12 @@ void Layer::multiply_run(const Product& product, const Group& group, const TileR
     std::fill_n(scratch.acc, (run.end - run.begin) * group.count * kTileRows, 0.0f);
     if (group.count == 1 && product.ints != nullptr) {
         const IntRow& row = product.ints[group.slots[0] / product.slots_per_row];
-        for (int64_t t = run.begin; row.planes != 0 && t < run.end; t++) {
-            const int64_t tile = group.expert * product.tiles_per_expert + t;
-            k_.dot_int(product.weights + tile * product.supers * kSuperBytes, product.supers, row, scratch.panel,
-                       scratch.acc + (t - run.begin) * kTileRows);
+        if (row.planes != 0) {
+            const int64_t first = group.expert * product.tiles_per_expert + run.begin;
+            k_.dot_int(product.weights + first * product.supers * kSuperBytes, run.end - run.begin, product.supers, row,
+                       scratch.panel, scratch.acc);
+            return;
         }
-        if (row.planes != 0) return;
     }
     const bool bf16 = product.rows.storage == Dtype::bf16;
     const bool few = group.count <= (bf16 ? k_.few_limit_bf16 : k_.few_limit) && !a_.batch_invariant;

@@ -143,7 +143,7 @@ void join_planes(const IntBlock& block, int planes, int32_t* q) {
 }
 
 // Puts the row together again, which makes its very values, and multiplies it as tile_dot does.
-void dot_int(const uint8_t* tile, int64_t supers, const IntRow& row, void*, float* acc) {
+void dot_int_tile(const uint8_t* tile, int64_t supers, const IntRow& row, float* acc) {
     float w[kSuperK][kTileRows];
     int32_t q[kBlock] = {};
     int64_t residual = 0;
@@ -158,6 +158,11 @@ void dot_int(const uint8_t* tile, int64_t supers, const IntRow& row, void*, floa
             for (int r = 0; r < kTileRows; r++) acc[r] += w[k][r] * value;
         }
     }
+}
+
+void dot_int(const uint8_t* tiles, int64_t count, int64_t supers, const IntRow& row, void*, float* acc) {
+    for (int64_t t = 0; t < count; t++)
+        dot_int_tile(tiles + t * supers * kSuperBytes, supers, row, acc + t * kTileRows);
 }
 
 int range(const float* x, int64_t n, float tiny) {
