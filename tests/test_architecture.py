@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from lines above its own, and from its own line only where the package's __init__ gathers a
 # folder.
 LAYERS = (
-    ("errors", "_schemas"),
+    ("errors", "_schemas", "eager"),
     ("_extension", "format", "activation", "layout"),
     ("reference", "problem", "experts"),
     ("backends.base",),
@@ -26,7 +26,9 @@ LAYERS = (
     ("dispatch", "packing"),
     ("checks",),
     ("call_plan",),
+    ("moe_call",),
     ("_ops", "functional"),
+    ("autograd", "packed"),
     ("nn", "prepare"),
     ("checkpoint",),
     ("integrations.*",),

@@ -5,14 +5,16 @@
 """
 
 from . import _ops as _ops  # defines the ops
+from . import autograd as autograd
 from .activation import ACTIVATIONS, Activation
 from .backends import BACKENDS, Backend, Tolerance
 from .dispatch import explain, select
 from .errors import Unsupported
-from .experts import ExpertWeights, PackedExperts
+from .experts import ExpertWeights
 from .functional import dequant_mxfp4, localise, mxfp4_moe, qdq_mxfp4, quant_mxfp4, route
 from .layout import Layout, TensorSpec
 from .nn import MXFP4Experts
+from .packed import PackedExperts
 from .prepare import prepare, problem_of, repack_expert, unprepare
 from .problem import MoEProblem, arch_of
 

@@ -1,4 +1,5 @@
-"""Kernel, fake and autograd rule of every op; the schemas stand in ``_schemas.py``, the checks in ``checks.py``.
+"""Kernel and fake of every op; the schemas stand in ``_schemas.py``, the checks in ``checks.py``, the gradients in
+``autograd.py``.
 
 A public op is one Python kernel for every device (CompositeExplicitAutograd): check, then the compiled leaf of the
 device where there is one, else plain torch. The fake runs the same check, so a traced call is refused by the same
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ from . import _schemas, checks, format, packing
 from ._extension import cpu_isa, load_cpu
 from .activation import resolve
 from .backends import Backend
-from .call_plan import CallPlan, plan_call
 from .dispatch import backend_of
 from .format import BLOCK, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
+from .moe_call import localise, localise_fake, moe, moe_fake
 
-_LIB = torch.library.Library("mxfp4", "DEF")
+LIBRARY = torch.library.Library("mxfp4", "DEF")
 
 
 def _native(x: Tensor) -> bool:
@@ -72,108 +73,6 @@ def _qdq(x: Tensor, *, scale_rule: str = "even") -> Tensor:
     if _native(x):
         return torch.ops.mxfp4._native_qdq(x.contiguous(), SCALE_RULES[scale_rule])
     return format.qdq(x.contiguous(), scale_rule)
-
-
-# --- moe, localise ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _MoECall:
-    """The arguments of ``moe``, in the schema's order."""
-
-    x: Tensor
-    topk_ids: Tensor
-    topk_weights: Tensor
-    w13: Tensor
-    w13_scale: Tensor
-    w13_bias: Tensor | None
-    w2: Tensor
-    w2_scale: Tensor
-    w2_bias: Tensor | None
-    aux: Sequence[Tensor]
-    expert_ids: Tensor | None = None
-    x_scale: Tensor | None = None
-    layout: str = ""
-    hidden: int = 0
-    intermediate: int = 0
-    activation: str = "silu"
-    alpha: float | None = None
-    beta: float | None = None
-    limit: float | None = None
-    x_format: str = "none"
-    weight_on_input: bool = False
-    batch_invariant: bool = False
-
-    def check(self, op: str) -> tuple[CallPlan, dict[str, Tensor | None]]:
-        """Refuse bad arguments; return who runs the call and how, and the packed tensors as backends take them."""
-        checks.x_dtype(op, self.x)
-        act = (self.activation, self.alpha, self.beta, self.limit)
-        flags = (self.x_format, self.weight_on_input, self.batch_invariant)
-        bias = self.w13_bias is not None or self.w2_bias is not None
-        sizes = (self.hidden, self.intermediate)
-        plan = plan_call(op, self.layout, (*sizes, *act, *flags), bias, self.x.dtype, self.x.device)
-        checks.x_scale(op, self.x_scale, self.x_format)
-        checks.moe_inputs(op, self.x, self.topk_ids, self.topk_weights, self.hidden)
-        checks.aux(op, self.aux, plan.names)
-        six = (self.w13, self.w13_scale, self.w13_bias, self.w2, self.w2_scale, self.w2_bias)
-        tensors = dict(zip(plan.names, (*six, *self.aux), strict=True))
-        gated = plan.activation.gated
-        packed = checks.packed(op, tensors, plan.backend, *sizes, gated=gated, like=self.x)
-        if self.expert_ids is not None:
-            checks.expert_ids(op, self.expert_ids, self.w13.shape[0], self.x)
-        return plan, packed
-
-
-def _moe_fake(*args: Any, **kwargs: Any) -> Tensor:
-    call = _MoECall(*args, **kwargs)
-    call.check("mxfp4::moe")
-    return call.x.new_empty(call.x.shape)
-
-
-def _moe(*args: Any, **kwargs: Any) -> Tensor:
-    op, call = "mxfp4::moe", _MoECall(*args, **kwargs)
-    plan, packed = call.check(op)
-    if call.x.shape[0] == 0:
-        return call.x.new_empty(call.x.shape)
-    ids, experts = call.topk_ids, call.w13.shape[0]
-    if call.expert_ids is not None:
-        ids = _localise(ids, call.expert_ids)
-    elif not plan.backend.checks_ids:
-        checks.id_values(op, ids, experts)
-    try:
-        return plan.backend.run(
-            call.x,
-            ids,
-            call.topk_weights,
-            packed,
-            plan.activation,
-            hidden=call.hidden,
-            intermediate=call.intermediate,
-            x_format=call.x_format,
-            weight_on_input=call.weight_on_input,
-            batch_invariant=call.batch_invariant,
-        )
-    except RuntimeError:
-        checks.id_values(op, ids, experts)  # raises the sentence if it was this
-        raise
-
-
-def _localise_fake(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
-    checks.topk_ids("mxfp4::localise", topk_ids)
-    checks.expert_ids("mxfp4::localise", expert_ids, None, topk_ids)
-    return topk_ids.new_empty(topk_ids.shape)
-
-
-def _localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
-    _localise_fake(topk_ids, expert_ids)
-    checks.id_values("mxfp4::localise", topk_ids, None)
-    checks.distinct("mxfp4::localise", expert_ids)
-    ids = topk_ids.contiguous()
-    if expert_ids.shape[0] == 0:
-        return torch.full_like(ids, -1)
-    ordered, rows = expert_ids.to(ids.dtype).sort()
-    place = torch.searchsorted(ordered, ids).clamp_max(ordered.shape[0] - 1)
-    return torch.where(ordered[place] == ids, rows[place].to(ids.dtype), -1)
 
 
 # --- prepare_moe, unprepare_moe, repack_expert ------------------------------------------------------------------------
@@ -346,7 +245,7 @@ def _qdq_mxfp4(x: Tensor, scale_calculation_mode: str = "even") -> Tensor:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "moe": (_moe, _moe_fake),
+    "moe": (moe, moe_fake),
     "route": (_route, _route_fake),
     "quant": (_quant, _quant_fake),
     "dequant": (_dequant, _dequant_fake),
@@ -354,7 +253,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "prepare_moe": (_prepare_moe, _prepare_fake),
     "unprepare_moe": (_unprepare_moe, _unprepare_fake),
     "repack_expert": (_repack_expert, _repack_fake),
-    "localise": (_localise, _localise_fake),
+    "localise": (localise, localise_fake),
 }
 _ALIASES: dict[str, Callable[..., Any]] = {
     "mxfp4_moe": _mxfp4_moe,
@@ -367,31 +266,18 @@ _LEAF_FAKES: dict[str, Callable[..., Any]] = {
     "_native_dequant": _native_dequant_fake,
     "_native_qdq": _like_x_fake,
 }
-# Every op with a float output that depends on a float input.
-_WITHOUT_BACKWARD = ("moe", "route", "qdq", "prepare_moe", "unprepare_moe", "_native_moe", "_native_qdq")
-
-
-def _no_backward(name: str) -> Callable[..., NoReturn]:
-    def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"mxfp4::{name}: backward is not implemented. Detach the inputs, or call it under torch.no_grad()."
-        )
-
-    return backward
 
 
 def _register() -> None:
     for name, schema in (_schemas.PUBLIC | _schemas.ALIASES | _schemas.LEAVES).items():
-        _LIB.define(name + schema)
+        LIBRARY.define(name + schema)
     for name, (kernel, fake) in _KERNELS.items():
-        _LIB.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"mxfp4::{name}", fake, lib=_LIB)
+        LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mxfp4::{name}", fake, lib=LIBRARY)
     for name, alias in _ALIASES.items():
-        _LIB.impl(name, alias, "CompositeImplicitAutograd")
+        LIBRARY.impl(name, alias, "CompositeImplicitAutograd")
     for name, leaf in _LEAF_FAKES.items():
-        torch.library.register_fake(f"mxfp4::{name}", leaf, lib=_LIB)
-    for name in _WITHOUT_BACKWARD:  # torch by itself would leave a gradient of None and say nothing
-        torch.library.register_autograd(f"mxfp4::{name}", _no_backward(name), lib=_LIB)
+        torch.library.register_fake(f"mxfp4::{name}", leaf, lib=LIBRARY)
     with contextlib.suppress(RuntimeError):  # a wrong MXFP4_CPU_ISA: importing works, the first use of a kernel says it
         cpu_isa()  # loads the library and asks it now: tracing must not be the first to do so
 

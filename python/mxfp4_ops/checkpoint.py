@@ -21,8 +21,9 @@ from . import checks
 from .activation import Activation, resolve
 from .dispatch import backend_of
 from .errors import dtype_name, need, need_type
-from .experts import ExpertWeights, PackedExperts
+from .experts import ExpertWeights
 from .layout import BIASES, SLOTS, packed_specs
+from .packed import PackedExperts
 
 _VERSION = "1"
 _KEY = "mxfp4."  # prefix of our metadata keys, which stand beside other people's

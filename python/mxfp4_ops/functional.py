@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .eager import unobserved
+from .moe_call import at_once
 
 
 def mxfp4_moe(
@@ -50,11 +54,18 @@ def mxfp4_moe(
     this here; each before any work, naming op, argument, rule and value. On a CPU ids out of range are a ValueError;
     on other devices they are skipped.
     """
-    return torch.ops.mxfp4.moe(
-        x, topk_ids, topk_weights, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, list(aux), expert_ids, x_scale,
-        layout=layout, hidden=hidden, intermediate=intermediate, activation=activation, alpha=alpha, beta=beta,
-        limit=limit, x_format=x_format, weight_on_input=weight_on_input, batch_invariant=batch_invariant,
-    )  # fmt: skip
+    tensors = (x, topk_ids, topk_weights, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, list(aux), expert_ids)
+    options: dict[str, Any] = {
+        "layout": layout, "hidden": hidden, "intermediate": intermediate,
+        "activation": activation, "alpha": alpha, "beta": beta, "limit": limit,
+        "x_format": x_format, "weight_on_input": weight_on_input, "batch_invariant": batch_invariant,
+    }  # fmt: skip
+    if unobserved(x, topk_weights, w13, w13_bias, w2_bias):
+        out = at_once(*tensors, x_scale, **options)
+        if out is not None:
+            return out
+    result: Tensor = torch.ops.mxfp4.moe(*tensors, x_scale, **options)
+    return result
 
 
 def quant_mxfp4(x: Tensor, scale_rule: str = "even") -> tuple[Tensor, Tensor]:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .activation import Activation
 from .errors import need
-from .experts import PackedExperts
+from .functional import mxfp4_moe
 from .layout import SLOTS
+from .packed import PackedExperts
 
 _VERSION = 1
 
@@ -24,6 +25,13 @@ class MXFP4Experts(torch.nn.Module):
     ``_extra_state``, so a state dict holds tensors only and safetensors takes it as it is. Loading packed tensors of
     another layout is refused.
     """
+
+    w13: Tensor
+    w13_scale: Tensor
+    w13_bias: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor
+    w2_bias: Tensor | None
 
     def __init__(self, packed: PackedExperts, *, weight_on_input: bool = False, batch_invariant: bool = False) -> None:
         super().__init__()
@@ -58,12 +66,17 @@ class MXFP4Experts(torch.nn.Module):
         """Shapes, dtypes and errors as ``mxfp4_ops.mxfp4_moe``; x may have leading dimensions [..., H], ids and
         weights [..., K]."""
         act = self.activation
-        # The op itself, not self.packed: dynamo of torch 2.11 cannot build a frozen dataclass inside a graph.
-        out: Tensor = torch.ops.mxfp4.moe(
+        # Not self.packed: dynamo of torch 2.11 cannot build a frozen dataclass inside a graph.
+        out = mxfp4_moe(
             x.reshape(-1, x.shape[-1]),
             topk_ids.reshape(-1, topk_ids.shape[-1]),
             topk_weights.reshape(-1, topk_weights.shape[-1]),
-            *(getattr(self, name) for name in SLOTS),
+            self.w13,
+            self.w13_scale,
+            self.w13_bias,
+            self.w2,
+            self.w2_scale,
+            self.w2_bias,
             [getattr(self, name) for name in self._aux_names],
             expert_ids,
             layout=self.layout,

@@ -9,8 +9,9 @@ from . import checks, packing
 from .activation import Activation, resolve
 from .dispatch import backend_of, select
 from .errors import need
-from .experts import ExpertWeights, PackedExperts, join_gate_up, need_canonical
+from .experts import ExpertWeights, join_gate_up
 from .layout import BIASES, SLOTS
+from .packed import PackedExperts, need_canonical
 from .problem import MoEProblem, arch_of
 
 _OP = "mxfp4_ops.prepare"

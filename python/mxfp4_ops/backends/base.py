@@ -64,9 +64,9 @@ class Backend:
     why_not: Callable[[MoEProblem], Iterator[str]]  # yields complete sentences; nothing yielded: supported
     run: Run
     tolerance: Tolerance = Tolerance()
-    checks_ids: bool = (
-        False  # run() raises RuntimeError for ids outside -1..E-1 before any work; else the op looks first
-    )
+    # run() raises RuntimeError, before any work, for ids outside -1..E-1 and for every tensor that the op's checks
+    # would refuse or convert. The op then calls it first, and checks in Python only what it refused.
+    checks_inputs: bool = False
     slow: str = ""  # what it costs to land here: select() warns once with this text
 
 

@@ -23,6 +23,7 @@ from .base import Backend, Packed, need_arch, need_x_format
 _ROWS, _HALF, _SUPER, _STEP = 32, 16, 64, 8  # rows of a tile and of a line; k of a superblock and of a step
 _SCALES = _ROWS * _SUPER // 32  # scale bytes at the head of a superblock
 _BYTES = _SCALES + _ROWS * _SUPER // 2
+_NARROW_OR_WIDE = (torch.bfloat16, torch.float16, torch.float64)
 _LOW_NIBBLES, _BYTE_PAIRS, _SHORT = 0x0F0F0F0F, 0x00FF00FF, 0x0000FFFF
 
 
@@ -132,7 +133,7 @@ def _run(
     return torch.ops.mxfp4._native_moe(
         x.contiguous(),
         ids.contiguous(),
-        (weights if weights.dtype is torch.float32 else weights.float()).contiguous(),
+        (weights.float() if weights.dtype in _NARROW_OR_WIDE else weights).contiguous(),
         packed["w13"],
         packed["w13_scale"],
         packed["w13_bias"],
@@ -151,5 +152,5 @@ def _run(
 
 
 BACKEND = Backend(
-    "native_cpu", Layout("native_cpu.tile32.v1", 64, 64, _specs, _pack, _unpack), _why_not, _run, checks_ids=True
+    "native_cpu", Layout("native_cpu.tile32.v1", 64, 64, _specs, _pack, _unpack), _why_not, _run, checks_inputs=True
 )

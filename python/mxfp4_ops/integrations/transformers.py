@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..activation import Activation
 from ..checkpoint import Checkpoint, read_gpt_oss_experts
 from ..errors import need
-from ..experts import PackedExperts
 from ..nn import MXFP4Experts
+from ..packed import PackedExperts
 from ..prepare import prepare, problem_of
 
 _OP = "mxfp4_ops.integrations.transformers"
