@@ -58,16 +58,20 @@ std::vector<Group> group_slots(const MoeArgs& args, PathOf path_of, int64_t* ord
     return groups;
 }
 
-// Runs of tiles, small enough for all threads to end together and long enough to read memory in streams.
+// Runs of tiles: long enough to read memory in streams, and ever shorter towards the end, so that all threads end
+// together. Even where they can be, because kernels read two tiles side by side.
 inline std::vector<TileRange> split_tiles(const std::vector<Group>& groups, int64_t tiles, int64_t threads) {
-    constexpr int64_t kTasksPerThread = 16;
-    const int64_t total = static_cast<int64_t>(groups.size()) * tiles;
-    const int64_t run = std::max<int64_t>(1, std::min(kLongestRun, total / (threads * kTasksPerThread)));
+    constexpr int64_t kRunsPerThread = 4;  // that the tiles left at any point should still make
+    int64_t left = static_cast<int64_t>(groups.size()) * tiles;
+    const int64_t shortest = left >= 16 * threads ? 2 : 1;
     std::vector<TileRange> tasks;
-    tasks.reserve(static_cast<size_t>(total / run) + groups.size());
     for (size_t group = 0; group < groups.size(); group++) {
-        for (int64_t begin = 0; begin < tiles; begin += run) {
-            tasks.push_back({static_cast<int64_t>(group), begin, std::min(begin + run, tiles)});
+        for (int64_t begin = 0; begin < tiles;) {
+            const int64_t run = std::clamp(left / (threads * kRunsPerThread) / 2 * 2, shortest, kLongestRun);
+            const int64_t end = std::min(begin + run, tiles);
+            tasks.push_back({static_cast<int64_t>(group), begin, end});
+            left -= end - begin;
+            begin = end;
         }
     }
     return tasks;
