@@ -196,29 +196,32 @@ inline void add_residual(const uint8_t* tile, Residual residual, __m256* total) 
     });
 }
 
-// Tiles 0 and `apart`, or tile 0 alone, side by side: memory serves two addresses at once faster than one.
+// A row with tile `first`, or also with the one `apart` tiles behind it, side by side: memory serves two addresses at
+// once faster than one.
 template <int planes, int streams>
-void dot(const uint8_t* tiles, int64_t apart, int64_t supers, const IntRow& row, void* panel, float* acc) {
+void dot(const IntProduct& p, int64_t i, int64_t first, int64_t apart) {
+    const IntRow& row = *p.rows[i];
+    const auto tile_of = [&](int t) { return p.tiles + (first + t * apart) * p.supers * kSuperBytes; };
+    const auto acc_of = [&](int t) { return p.acc[i] + (first + t * apart) * p.stride; };
     __m256 total[streams][kGroups];
-    for_each<streams * kGroups>([&](int i) { total[i / kGroups][i % kGroups] = _mm256_setzero_ps(); });
-    for (int64_t s = 0; s < supers; s++) {
+    for_each<streams * kGroups>([&](int n) { total[n / kGroups][n % kGroups] = _mm256_setzero_ps(); });
+    for (int64_t s = 0; s < p.supers; s++) {
         const float* values = row.values + s * kSuperK;
         Spread<planes> x;
         spread<planes>(row.blocks + s * 2, &x);
 #pragma GCC unroll 1
         for (int t = 0; t < streams; t++) {
-            const uint8_t* super = tiles + (t * apart * supers + s) * kSuperBytes;
+            const uint8_t* super = tile_of(t) + s * kSuperBytes;
             const Scales scales = scales_in(super);
             if (scales == Scales::normal) add_super<planes, true>(super, row.blocks + s * 2, x, total[t]);
             if (scales == Scales::with_zero) add_super<planes, false>(super, row.blocks + s * 2, x, total[t]);
-            if (scales == Scales::overflow) avx2_many(super, 1, &values, 1, panel, acc + t * apart * kTileRows);
+            if (scales == Scales::overflow) avx2_many(super, 1, &values, 1, p.panel, acc_of(t));
         }
     }
     for (int t = 0; t < streams; t++) {
-        const uint8_t* tile = tiles + t * apart * supers * kSuperBytes;
-        for (int64_t i = 0; i < row.residual_count; i++) add_residual(tile, row.residuals[i], total[t]);
+        for (int64_t r = 0; r < row.residual_count; r++) add_residual(tile_of(t), row.residuals[r], total[t]);
         for_each<kGroups>([&](int g) {
-            float* out = acc + t * apart * kTileRows + g * kGroupRows;
+            float* out = acc_of(t) + g * kGroupRows;
             _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), total[t][g]));
         });
     }
@@ -226,13 +229,12 @@ void dot(const uint8_t* tiles, int64_t apart, int64_t supers, const IntRow& row,
 
 // Two streams go through the two halves of the run, so that what they prefetch is what they need next.
 template <int planes>
-void dot_run(const uint8_t* tiles, int64_t count, int64_t supers, const IntRow& row, void* panel, float* acc) {
-    const int64_t half = count / 2;
-    for (int64_t t = 0; t < half; t++) {
-        dot<planes, 2>(tiles + t * supers * kSuperBytes, half, supers, row, panel, acc + t * kTileRows);
+void dot_run(const IntProduct& p) {
+    const int64_t half = p.count / 2;
+    for (int64_t i = 0; i < p.m; i++) {
+        for (int64_t t = 0; t < half; t++) dot<planes, 2>(p, i, t, half);
+        if (p.count % 2 != 0) dot<planes, 1>(p, i, p.count - 1, 0);
     }
-    if (count % 2 == 0) return;
-    dot<planes, 1>(tiles + 2 * half * supers * kSuperBytes, 0, supers, row, panel, acc + 2 * half * kTileRows);
 }
 
 inline int32_t sum_of_lanes(__m256i v) {
@@ -276,9 +278,9 @@ void avx2_quantize_row(int64_t padded_k, IntRow* row) {
     split<PackVector>(padded_k, row);
 }
 
-void avx2_dot_int(const uint8_t* tiles, int64_t count, int64_t supers, const IntRow& row, void* panel, float* acc) {
-    if (row.planes == 2) return dot_run<2>(tiles, count, supers, row, panel, acc);
-    dot_run<3>(tiles, count, supers, row, panel, acc);
+void avx2_dot_int(const IntProduct& product) {
+    if (product.rows[0]->planes == 2) return dot_run<2>(product);
+    dot_run<3>(product);
 }
 
 }  // namespace mxfp4::cpu

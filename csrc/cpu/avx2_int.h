@@ -6,6 +6,6 @@
 namespace mxfp4::cpu {
 
 void avx2_quantize_row(int64_t padded_k, IntRow* row);
-void avx2_dot_int(const uint8_t* tiles, int64_t count, int64_t supers, const IntRow& row, void* panel, float* acc);
+void avx2_dot_int(const IntProduct& product);
 
 }  // namespace mxfp4::cpu

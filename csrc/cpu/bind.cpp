@@ -138,16 +138,29 @@ py::object quantize_row(const std::string& isa, const Array<float>& values) {
     return py::make_tuple(owned.row.planes, q, factors, residual_k, residual_values);
 }
 
-// tiles [count * supers * 1088], values [supers * 64] -> [count, 32]; None when the row needs an fp32 kernel.
-py::object dot_int(const std::string& isa, const Array<uint8_t>& tiles, const Array<float>& values) {
+// tiles [count * supers * 1088], m rows of [supers * 64] -> [count, m, 32]; None when a row needs an fp32 kernel or
+// they differ in planes. `repeat` is for timing: the kernel adds its sums so often.
+py::object dot_int(const std::string& isa, const Array<uint8_t>& tiles, const std::vector<Array<float>>& values,
+                   int repeat) {
     const Kernels& k = kernels_named(isa);
     if (k.dot_int == nullptr) return py::none();
-    const OwnedIntRow owned(k, values);
-    if (owned.row.planes == 0) return py::none();
-    const int64_t supers = values.size() / kSuperK, count = tiles.size() / (supers * kSuperBytes);
-    Array<float> acc = new_acc(count);
-    k.dot_int(tiles.data(), count, supers, owned.row, panel_scratch().get(), acc.mutable_data());
-    return acc;
+    std::vector<std::unique_ptr<OwnedIntRow>> owned;
+    std::vector<const IntRow*> rows;
+    const int64_t supers = values[0].size() / kSuperK, count = tiles.size() / (supers * kSuperBytes);
+    const auto m = static_cast<int64_t>(values.size());
+    Array<float> out({count, m, int64_t{kTileRows}});
+    std::fill_n(out.mutable_data(), out.size(), 0.0f);
+    std::vector<float*> acc;
+    for (int64_t i = 0; i < m; i++) {
+        owned.push_back(std::make_unique<OwnedIntRow>(k, values[static_cast<size_t>(i)]));
+        rows.push_back(&owned.back()->row);
+        acc.push_back(out.mutable_data() + i * kTileRows);
+        if (rows[static_cast<size_t>(i)]->planes == 0 || rows[static_cast<size_t>(i)]->planes != rows[0]->planes)
+            return py::none();
+    }
+    for (int i = 0; i < repeat; i++)
+        k.dot_int({tiles.data(), count, supers, rows.data(), m, panel_scratch().get(), acc.data(), m * kTileRows});
+    return out;
 }
 
 int range(const std::string& isa, const Array<float>& x, float tiny) {
@@ -215,7 +228,7 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("dot", &dot);
     m.def("dot_bf16", &dot_bf16);
     m.def("quantize_row", &quantize_row);
-    m.def("dot_int", &dot_int);
+    m.def("dot_int", &dot_int, py::arg("isa"), py::arg("tiles"), py::arg("values"), py::arg("repeat") = 1);
     m.def("range", &range);
     m.def("activate", &activate);
     m.def("accumulate", &accumulate);

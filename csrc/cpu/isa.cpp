@@ -19,6 +19,7 @@ std::vector<const Kernels*> available_kernels() {
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!avx512) return tables;
     tables.push_back(&avx512_kernels());
+    if (__builtin_cpu_supports("avx512vnni")) tables.push_back(&avx512_vnni_kernels());
     if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&avx512_bf16_kernels());
 #endif
     return tables;
@@ -35,14 +36,14 @@ const Kernels& kernels_named(const std::string& name) {
 }
 
 // The table that is fastest here. vdpbf16ps runs at the rate of FMA on AMD, with twice the products; on Intel (measured
-// on Sapphire Rapids, see avx512_dot.cpp) at half of it, where the fp32 kernels win at every number of rows.
+// on Sapphire Rapids, see avx512_dot.cpp) at half of it, where the table below it wins at every number of rows.
 const Kernels& preferred_kernels() {
+    const std::vector<const Kernels*> tables = available_kernels();
 #if defined(MXFP4_X86)
-    // By name: asking for the table itself would run its code where the CPU lacks it.
-    const bool has_bf16 = std::strcmp(available_kernels().back()->name, "avx512_bf16") == 0;
-    if (has_bf16 && !__builtin_cpu_is("amd")) return avx512_kernels();
+    const bool has_bf16 = std::strcmp(tables.back()->name, "avx512_bf16") == 0;
+    if (has_bf16 && !__builtin_cpu_is("amd")) return *tables[tables.size() - 2];
 #endif
-    return *available_kernels().back();
+    return *tables.back();
 }
 
 const Kernels& kernels() {

@@ -88,10 +88,18 @@ struct IntRow {
 
 // Fills all but the pointers from row->values.
 using QuantizeRow = void (*)(int64_t padded_k, IntRow* row);
-// As TileDot with one row, from its integers, for `count` tiles that follow each other; acc [count, 32], row.planes !=
-// 0.
-using TileDotInt = void (*)(const uint8_t* tiles, int64_t count, int64_t supers, const IntRow& row, void* panel,
-                            float* acc);
+// Rows in integers and the tiles that they meet.
+struct IntProduct {
+    const uint8_t* tiles;  // `count` tiles that follow each other
+    int64_t count, supers;
+    const IntRow* const* rows;  // m rows with the same number of planes, which is not 0
+    int64_t m;
+    void* panel;        // as of TileDot
+    float* const* acc;  // acc[i] + t * stride: the 32 sums of row i and tile t, which are added to
+    int64_t stride;
+};
+// As TileDot. A row has the same bits whatever the other rows and tiles are.
+using DotInt = void (*)(const IntProduct& product);
 
 struct Kernels {
     const char* name;
@@ -112,9 +120,10 @@ struct Kernels {
     TileDotBf16 few_bf16;   // null where the ISA has no bf16 dot product; takes no rows with range flags
     TileDotBf16 many_bf16;  // null together with few_bf16
     int64_t few_limit_bf16;
-    // For a single row of values that are bf16; null where the ISA gains nothing from it.
+    // For rows of values that are bf16, up to int_limit rows of an expert; null where the ISA gains nothing from it.
     QuantizeRow quantize_row;
-    TileDotInt dot_int;
+    DotInt dot_int;
+    int64_t int_limit;
 
     // Element-wise parts of the layer.
     // range: flags of finite values with 0 < |x| < tiny or |x| > kHuge.
@@ -129,6 +138,7 @@ const Kernels& scalar_kernels();
 #if defined(MXFP4_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512_vnni_kernels();
 const Kernels& avx512_bf16_kernels();
 #endif
 

@@ -7,8 +7,8 @@
 // A task of passes 1 and 2 is a few tiles of 32 weight rows for the rows of one expert; of pass 3, a token. Tasks are
 // taken from an atomic counter by all threads.
 //
-// Slots are grouped by expert with a counting sort; kernels get row pointers, so nothing is gathered. An expert with a
-// single row may take it in integers (IntRow): x is split in front of pass 1, and h by whoever finishes its last tile.
+// Slots are grouped by expert with a counting sort; kernels get row pointers, so nothing is gathered. An expert with
+// few rows may take them in integers (IntRow): x is split in front of pass 1, and h by whoever finishes its last tile.
 #include "moe.h"
 
 #include <float.h>
@@ -69,6 +69,7 @@ class Layer {
     template <class Finish>
     void multiply(const Product& product, Finish finish);
     void multiply_run(const Product& product, const Group& group, const TileRange& run, const ThreadScratch& scratch);
+    bool multiply_ints(const Product& product, const Group& group, const TileRange& run, const ThreadScratch& scratch);
     void dot(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc);
     void dot_expanded(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc);
     void add_bias(const Bias& bias, int64_t first, int64_t n, float* tile, int64_t m);
@@ -135,15 +136,7 @@ void Layer::multiply(const Product& product, Finish finish) {
 void Layer::multiply_run(const Product& product, const Group& group, const TileRange& run,
                          const ThreadScratch& scratch) {
     std::fill_n(scratch.acc, (run.end - run.begin) * group.count * kTileRows, 0.0f);
-    if (group.count == 1 && product.ints != nullptr) {
-        const IntRow& row = product.ints[group.slots[0] / product.slots_per_row];
-        if (row.planes != 0) {
-            const int64_t first = group.expert * product.tiles_per_expert + run.begin;
-            k_.dot_int(product.weights + first * product.supers * kSuperBytes, run.end - run.begin, product.supers, row,
-                       scratch.panel, scratch.acc);
-            return;
-        }
-    }
+    if (multiply_ints(product, group, run, scratch)) return;
     const bool bf16 = product.rows.storage == Dtype::bf16;
     const bool few = group.count <= (bf16 ? k_.few_limit_bf16 : k_.few_limit) && !a_.batch_invariant;
     const int64_t step = few ? product.supers : kSliceSupers;
@@ -159,6 +152,42 @@ void Layer::multiply_run(const Product& product, const Group& group, const TileR
             dot(slice, group.path, scratch, scratch.acc + (t - run.begin) * group.count * kTileRows);
         }
     }
+}
+
+// The same in integers; false, with nothing done, unless all rows of the group have them.
+bool Layer::multiply_ints(const Product& product, const Group& group, const TileRange& run,
+                          const ThreadScratch& scratch) {
+    if (product.ints == nullptr || group.count > k_.int_limit) return false;
+    const IntRow* rows[kMaxRows];
+    float* acc[kMaxRows];
+    int64_t end = 0;
+    const int64_t first = group.expert * product.tiles_per_expert + run.begin;
+    IntProduct ints{product.weights + first * product.supers * kSuperBytes,
+                    run.end - run.begin,
+                    product.supers,
+                    rows,
+                    0,
+                    scratch.panel,
+                    acc,
+                    group.count * kTileRows};
+    int64_t counts[kPlanes + 1] = {};
+    for (int planes = 2; planes <= kPlanes; planes++) {
+        for (int64_t i = 0; i < group.count; i++) {
+            const IntRow& row = product.ints[group.slots[i] / product.slots_per_row];
+            if (row.planes != planes) continue;
+            rows[end] = &row;
+            acc[end++] = scratch.acc + i * kTileRows;
+            counts[planes]++;
+        }
+    }
+    if (end != group.count) return false;
+    for (int planes = 2; planes <= kPlanes; planes++) {
+        ints.m = counts[planes];
+        if (ints.m != 0) k_.dot_int(ints);
+        ints.rows += ints.m;
+        ints.acc += ints.m;
+    }
+    return true;
 }
 
 void Layer::dot(const Slice& slice, Path path, const ThreadScratch& scratch, float* acc) {
@@ -202,11 +231,13 @@ void Layer::finish_hidden(const Group& group, const TileRange& run, float* acc) 
     for (int64_t t = run.begin; t < run.end; t++) {
         finish_hidden_tile(group, t, acc + (t - run.begin) * group.count * kTileRows);
     }
-    if (!shape_.h_int || group.count != 1) return;
-    const int64_t slot = group.slots[0];
+    if (!shape_.h_int || group.count > k_.int_limit) return;
     const auto n = static_cast<int32_t>(run.end - run.begin);
-    const bool last = __atomic_fetch_sub(ws_.tiles_left + slot, n, __ATOMIC_ACQ_REL) == n;
-    if (last) k_.quantize_row(shape_.intermediate_padded, ws_.h_int.rows + slot);
+    for (int64_t i = 0; i < group.count; i++) {
+        const int64_t slot = group.slots[i];
+        const bool last = __atomic_fetch_sub(ws_.tiles_left + slot, n, __ATOMIC_ACQ_REL) == n;
+        if (last) k_.quantize_row(shape_.intermediate_padded, ws_.h_int.rows + slot);
+    }
 }
 
 void Layer::finish_hidden_tile(const Group& group, int64_t tile, float* acc) {

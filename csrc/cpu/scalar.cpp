@@ -160,9 +160,11 @@ void dot_int_tile(const uint8_t* tile, int64_t supers, const IntRow& row, float*
     }
 }
 
-void dot_int(const uint8_t* tiles, int64_t count, int64_t supers, const IntRow& row, void*, float* acc) {
-    for (int64_t t = 0; t < count; t++)
-        dot_int_tile(tiles + t * supers * kSuperBytes, supers, row, acc + t * kTileRows);
+void dot_int(const IntProduct& p) {
+    for (int64_t t = 0; t < p.count; t++) {
+        const uint8_t* tile = p.tiles + t * p.supers * kSuperBytes;
+        for (int64_t i = 0; i < p.m; i++) dot_int_tile(tile, p.supers, *p.rows[i], p.acc[i] + t * p.stride);
+    }
 }
 
 int range(const float* x, int64_t n, float tiny) {
@@ -198,6 +200,7 @@ const Kernels& scalar_kernels() {
         k.few_limit = kMaxRows;
         k.quantize_row = quantize_row;
         k.dot_int = dot_int;
+        k.int_limit = 1;
         k.range = range;
         k.activate = activate;
         k.accumulate = accumulate;

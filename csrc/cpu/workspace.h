@@ -38,9 +38,9 @@ struct Shape {
         const bool has_bf16 = kernels.few_bf16 != nullptr;
         x_storage = has_bf16 && args.dtype == Dtype::bf16 ? Dtype::bf16 : Dtype::f32;
         h_storage = has_bf16 && args.dtype != Dtype::f32 ? Dtype::bf16 : Dtype::f32;
-        // Only single rows take integers, and only bf16 values can.
-        const bool single_rows = slots <= 2 * args.experts && !args.batch_invariant;
-        const bool has_int = kernels.dot_int != nullptr && !has_bf16 && single_rows;
+        // Only a few rows of an expert take integers, and only bf16 values can.
+        const bool few_rows = slots <= 2 * kernels.int_limit * args.experts && !args.batch_invariant;
+        const bool has_int = kernels.dot_int != nullptr && !has_bf16 && few_rows;
         x_int = has_int && args.dtype == Dtype::bf16;
         h_int = has_int && args.dtype != Dtype::f32;
     }
