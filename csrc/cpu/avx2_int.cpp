@@ -8,7 +8,7 @@
 //   int32   offset + sum of these; below 2^24 also after joining the two low planes, so exact in fp32
 //   fp32    (sum * factor of x) * scale of the weights; no product leaves the range of fp32 unless the result does
 //
-// Residuals are multiplied afterwards in fp32, column by column.
+// Residuals are multiplied afterwards in fp32, column by column, each with all tiles of the run.
 //
 // Steps, 2026-11-30, one core of an EPYC of family 25 model 1 (Zen 3, 3.2 GHz), 32 x 2880 tiles in L2, packed GB/s with
 // two planes (normal x, 27 residuals) and three (x as after swiglu, 4 residuals); the fp32 kernel has 10.2:
@@ -22,6 +22,9 @@
 //   24 to 5 us a row      planes packed by vectors, not byte by byte     2.1 us and 5.2 us for a row of 2880
 //   less waiting          prefetches spread, 6 superblocks ahead         layer 2.49 ms after 2.63, medians in turn
 //   more lines in flight  two tiles side by side                         layer 2.63 ms after 2.94, medians in turn
+//   4 of 19 instructions  maddubs takes x from memory, where it is       19.8    15.3 (54.9 and 71 ns a superblock
+//                         spread once for two tiles                      after 61.4 and 79)
+//   set up once           each residual with all tiles of a run          20.4    15.4, layer 2 to 3 % less, in turn
 //
 // The layer (32 experts of 2880 x 2880, top 4, one token, DRAM, two threads, all in turn, median and best): 2.49 and
 // 2.00 ms after 3.38 and 2.89 with the fp32 kernel; only reading the weights 1.91 and 1.56. Prefetching 4 to 32
@@ -176,30 +179,37 @@ inline void add_super(const uint8_t* super, const IntBlock* x, const Spread<plan
     });
 }
 
-// Column k of the tile times the value that the planes lack.
-inline void add_residual(const uint8_t* tile, Residual residual, __m256* total) {
-    const int k = residual.k % kSuperK;
-    const uint8_t* super = tile + residual.k / kSuperK * kSuperBytes;
-    if (weights_may_overflow(super)) return;  // added as a whole
-    const int in_step = k % kStepK;
-    const __m128i shift = _mm_cvtsi32_si128(in_step % 2 * 16 + in_step / 2 * 4);
+// The values that the planes lack, times their columns of all tiles of the run.
+void add_residuals(const IntProduct& p, int64_t i, bool overflows) {
     const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
-    const __m256 value = _mm256_set1_ps(residual.value);
-    const uint8_t* line = line_of(super, k / kStepK, 0);
-    for_each<kGroups>([&](int g) {
-        const __m256i codes = _mm256_srl_epi32(load(line + g * 32), shift);
-        const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31);
-        const __m256 magnitude = _mm256_permutevar8x32_ps(magnitudes, codes);
-        const __m256 scale = finite_scales_of(scale_of(super, k / kBlock, g * kGroupRows));
-        const __m256 weight = _mm256_mul_ps(_mm256_xor_ps(magnitude, _mm256_castsi256_ps(sign)), scale);
-        total[g] = _mm256_fmadd_ps(weight, value, total[g]);
-    });
+    const IntRow& row = *p.rows[i];
+    for (int64_t r = 0; r < row.residual_count; r++) {
+        const int64_t residual_k = row.residuals[r].k;
+        const int k = static_cast<int>(residual_k % kSuperK), in_step = k % kStepK;
+        const __m128i shift = _mm_cvtsi32_si128(in_step % 2 * 16 + in_step / 2 * 4);
+        const __m256 products = _mm256_mul_ps(magnitudes, _mm256_set1_ps(row.residuals[r].value));
+        const uint8_t* super = p.tiles + residual_k / kSuperK * kSuperBytes;
+        float* acc = p.acc[i];
+        for (int64_t t = 0; t < p.count; t++, super += p.supers * kSuperBytes, acc += p.stride) {
+            if (overflows && weights_may_overflow(super)) continue;  // added as a whole
+            const uint8_t* line = line_of(super, k / kStepK, 0);
+            for_each<kGroups>([&](int g) {
+                const __m256i codes = _mm256_srl_epi32(load(line + g * 32), shift);
+                const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31);
+                const __m256 product =
+                    _mm256_xor_ps(_mm256_permutevar8x32_ps(products, codes), _mm256_castsi256_ps(sign));
+                const __m256 scale = finite_scales_of(scale_of(super, k / kBlock, g * kGroupRows));
+                float* out = acc + g * kGroupRows;
+                _mm256_storeu_ps(out, _mm256_fmadd_ps(product, scale, _mm256_loadu_ps(out)));
+            });
+        }
+    }
 }
 
 // A row with tile `first`, or also with the one `apart` tiles behind it, side by side: memory serves two addresses at
 // once faster than one.
 template <int planes, int streams>
-void dot(const IntProduct& p, int64_t i, int64_t first, int64_t apart) {
+void dot(const IntProduct& p, int64_t i, int64_t first, int64_t apart, bool* overflows) {
     const IntRow& row = *p.rows[i];
     const auto tile_of = [&](int t) { return p.tiles + (first + t * apart) * p.supers * kSuperBytes; };
     const auto acc_of = [&](int t) { return p.acc[i] + (first + t * apart) * p.stride; };
@@ -215,11 +225,13 @@ void dot(const IntProduct& p, int64_t i, int64_t first, int64_t apart) {
             const Scales scales = scales_in(super);
             if (scales == Scales::normal) add_super<planes, true>(super, row.blocks + s * 2, x, total[t]);
             if (scales == Scales::with_zero) add_super<planes, false>(super, row.blocks + s * 2, x, total[t]);
-            if (scales == Scales::overflow) avx2_many(super, 1, &values, 1, p.panel, acc_of(t));
+            if (scales == Scales::overflow) {
+                *overflows = true;
+                avx2_many(super, 1, &values, 1, p.panel, acc_of(t));
+            }
         }
     }
     for (int t = 0; t < streams; t++) {
-        for (int64_t r = 0; r < row.residual_count; r++) add_residual(tile_of(t), row.residuals[r], total[t]);
         for_each<kGroups>([&](int g) {
             float* out = acc_of(t) + g * kGroupRows;
             _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), total[t][g]));
@@ -232,8 +244,10 @@ template <int planes>
 void dot_run(const IntProduct& p) {
     const int64_t half = p.count / 2;
     for (int64_t i = 0; i < p.m; i++) {
-        for (int64_t t = 0; t < half; t++) dot<planes, 2>(p, i, t, half);
-        if (p.count % 2 != 0) dot<planes, 1>(p, i, p.count - 1, 0);
+        bool overflows = false;
+        for (int64_t t = 0; t < half; t++) dot<planes, 2>(p, i, t, half, &overflows);
+        if (p.count % 2 != 0) dot<planes, 1>(p, i, p.count - 1, 0, &overflows);
+        add_residuals(p, i, overflows);
     }
 }
 

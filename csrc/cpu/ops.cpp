@@ -150,7 +150,7 @@ void check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
                     "mxfp4_ops: sizes");
     STD_TORCH_CHECK(x.dim() == 2 && topk_ids.dim() == 2 && w13.dim() == 4, "mxfp4_ops: dimensions");
     const int64_t tokens = x.size(0), top_k = topk_ids.size(1), experts = w13.size(0);
-    STD_TORCH_CHECK(is_plain(x, {tokens, hidden}), "mxfp4_ops: x");
+    STD_TORCH_CHECK(x.scalar_type() != ScalarType::Double && is_plain(x, {tokens, hidden}), "mxfp4_ops: x");
     STD_TORCH_CHECK(top_k > 0 && is_plain(topk_ids, {tokens, top_k}), "mxfp4_ops: topk_ids");
     STD_TORCH_CHECK(topk_weights.scalar_type() == ScalarType::Float && is_plain(topk_weights, {tokens, top_k}),
                     "mxfp4_ops: topk_weights");
