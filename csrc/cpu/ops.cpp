@@ -6,7 +6,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <string.h>
+
 #include <algorithm>
+#include <exception>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -164,13 +167,30 @@ void check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
                     "mxfp4_ops: biases");
 }
 
-// Uninitialized rows on the CPU. Not through the dispatcher, which costs 10 us when it is not in the caches.
-Tensor empty_rows(int64_t rows, int64_t columns, int32_t dtype) {
-    const int64_t sizes[2] = {rows, columns}, strides[2] = {columns, 1};
+// Uninitialized, contiguous, on the CPU. Not through the dispatcher, which costs 10 us when it is not in the caches.
+template <size_t dims>
+Tensor empty(const int64_t (&sizes)[dims], int32_t dtype) {
+    int64_t strides[dims];
+    int64_t stride = 1;
+    for (size_t d = dims; d-- > 0; stride *= sizes[d]) strides[d] = stride;
     AtenTensorHandle handle;
     TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(2, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
+        aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
     return Tensor(handle);
+}
+
+// What body returns, or what it throws as text in a uint8 tensor of one dimension: under torch 2.11, an exception that
+// leaves a kernel with tensor arguments ends in a segmentation fault.
+template <class Body>
+Tensor result_or_text(Body body) {
+    try {
+        return body();
+    } catch (const std::exception& error) {
+        const std::string text = error.what();
+        Tensor bytes = empty({static_cast<int64_t>(text.size())}, aoti_torch_dtype_uint8());
+        memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+        return bytes;
+    }
 }
 
 int32_t dtype_code(const Tensor& tensor) {
@@ -192,42 +212,45 @@ std::vector<int32_t> checked_ids(const Tensor& topk_ids, int64_t experts) {
     return checked;
 }
 
+// Result [T, hidden], or text.
 Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
                   const Tensor& w13_scale, const std::optional<Tensor>& w13_bias, const Tensor& w2,
                   const Tensor& w2_scale, const std::optional<Tensor>& w2_bias, int64_t hidden, int64_t intermediate,
                   int64_t activation, double alpha, double beta, double limit, bool weight_on_input,
                   bool batch_invariant) {
-    check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, hidden, intermediate,
-              activation);
-    const bool wide = topk_ids.scalar_type() == ScalarType::Long;
-    STD_TORCH_CHECK(wide || topk_ids.scalar_type() == ScalarType::Int, "mxfp4_ops internal error: dtype of ids");
-    const std::vector<int32_t> ids =
-        wide ? checked_ids<int64_t>(topk_ids, w13.size(0)) : checked_ids<int32_t>(topk_ids, w13.size(0));
-    const Kernels& k = kernels();
-    const Threads threads = torch_threads();
-    Tensor out = empty_rows(x.size(0), hidden, dtype_code(x));
-    MoeArgs args{};
-    args.tokens = x.size(0);
-    args.hidden = hidden;
-    args.intermediate = intermediate;
-    args.experts = w13.size(0);
-    args.top_k = topk_ids.size(1);
-    args.dtype = dtype_of(x.scalar_type());
-    args.x = x.const_data_ptr();
-    args.topk_ids = ids.data();
-    args.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
-    args.w13 = static_cast<const uint8_t*>(w13.const_data_ptr());
-    args.w13_bias = bias_of(w13_bias);
-    args.w2 = static_cast<const uint8_t*>(w2.const_data_ptr());
-    args.w2_bias = bias_of(w2_bias);
-    args.activation = {static_cast<Activation>(activation), static_cast<float>(alpha), static_cast<float>(beta),
-                       static_cast<float>(limit)};
-    args.weight_on_input = weight_on_input;
-    args.batch_invariant = batch_invariant;
-    args.out = out.mutable_data_ptr();
-    Tensor workspace = empty_rows(1, moe_workspace_bytes(k, args, threads.count), aoti_torch_dtype_uint8());
-    moe(k, args, workspace.mutable_data_ptr(), threads);
-    return out;
+    return result_or_text([&] {
+        check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, hidden, intermediate,
+                  activation);
+        const bool wide = topk_ids.scalar_type() == ScalarType::Long;
+        STD_TORCH_CHECK(wide || topk_ids.scalar_type() == ScalarType::Int, "mxfp4_ops internal error: dtype of ids");
+        const std::vector<int32_t> ids =
+            wide ? checked_ids<int64_t>(topk_ids, w13.size(0)) : checked_ids<int32_t>(topk_ids, w13.size(0));
+        const Kernels& k = kernels();
+        const Threads threads = torch_threads();
+        Tensor out = empty({x.size(0), hidden}, dtype_code(x));
+        MoeArgs args{};
+        args.tokens = x.size(0);
+        args.hidden = hidden;
+        args.intermediate = intermediate;
+        args.experts = w13.size(0);
+        args.top_k = topk_ids.size(1);
+        args.dtype = dtype_of(x.scalar_type());
+        args.x = x.const_data_ptr();
+        args.topk_ids = ids.data();
+        args.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
+        args.w13 = static_cast<const uint8_t*>(w13.const_data_ptr());
+        args.w13_bias = bias_of(w13_bias);
+        args.w2 = static_cast<const uint8_t*>(w2.const_data_ptr());
+        args.w2_bias = bias_of(w2_bias);
+        args.activation = {static_cast<Activation>(activation), static_cast<float>(alpha), static_cast<float>(beta),
+                           static_cast<float>(limit)};
+        args.weight_on_input = weight_on_input;
+        args.batch_invariant = batch_invariant;
+        args.out = out.mutable_data_ptr();
+        Tensor workspace = empty({moe_workspace_bytes(k, args, threads.count)}, aoti_torch_dtype_uint8());
+        moe(k, args, workspace.mutable_data_ptr(), threads);
+        return out;
+    });
 }
 
 std::string native_cpu_isa() {

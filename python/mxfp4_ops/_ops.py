@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _schemas, checks, format, packing
-from ._extension import cpu_isa, load_cpu
+from ._extension import cpu_isa
 from .activation import resolve
 from .backends import Backend
 from .dispatch import backend_of
@@ -30,7 +30,7 @@ LIBRARY = torch.library.Library("mxfp4", "DEF")
 
 def _native(x: Tensor) -> bool:
     """Whether the compiled leaves run on x's device."""
-    return x.device.type == "cpu" and load_cpu() is None
+    return x.device.type == "cpu" and cpu_isa() != "torch"  # an error here, should MXFP4_CPU_ISA be wrong
 
 
 # --- quant, dequant, qdq ----------------------------------------------------------------------------------------------
