@@ -177,3 +177,13 @@ def test_public_names_are_documented() -> None:
         value = getattr(mxfp4_ops, name)
         if callable(value):
             assert value.__doc__ and not value.__doc__.startswith(f"{name}("), name
+
+
+def test_compiled_code_uses_no_streams() -> None:
+    """Where g++ links libstdc++ into the library and torch uses another copy, a stream in it crashes the process."""
+    sources = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h", ".cu", ".cuh")]
+    assert sources
+    for path in sources:
+        text = "\n".join(line.split("//")[0] for line in path.read_text().splitlines())
+        for word in ("STD_TORCH_CHECK(", "<sstream>", "<iostream>", "stringstream"):
+            assert word not in text, f"{path.name}: {word}"

@@ -158,7 +158,7 @@ def broken(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_leaf_itself_refuses_what_does_not_fit(packed: PackedExperts) -> None:
     arguments = leaf_arguments(packed)
-    assert torch.ops.mxfp4._native_moe(*arguments.values()).dim() == 2
+    torch.ops.mxfp4._native_moe(*arguments.values())
     for name, value in broken(arguments).items():
-        text = torch.ops.mxfp4._native_moe(*(arguments | {name.strip(): value}).values())
-        assert text.dim() == 1 and "mxfp4_ops" in bytes(text.tolist()).decode(), name
+        with pytest.raises(RuntimeError, match="mxfp4_ops"):
+            torch.ops.mxfp4._native_moe(*(arguments | {name.strip(): value}).values())

@@ -6,12 +6,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <string.h>
-
 #include <algorithm>
-#include <exception>
 #include <initializer_list>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -26,6 +24,12 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// Not STD_TORCH_CHECK: it makes its text with a stream, and g++ may have linked libstdc++ into this library while torch
+// uses another copy (Ubuntu 24.04 with torch 2.11): formatting a number then is a segmentation fault.
+void require(bool ok, const char* what) {
+    if (!ok) throw std::runtime_error(std::string("mxfp4_ops: the CPU kernels do not take this: ") + what);
+}
+
 constexpr int64_t kChunk = 4096;  // elements that conversions take at once: 16 KiB of fp32 stay in L1
 
 Dtype dtype_of(ScalarType type) {
@@ -39,7 +43,7 @@ Dtype dtype_of(ScalarType type) {
         case ScalarType::Double:
             return Dtype::f64;
         default:
-            STD_TORCH_CHECK(false, "mxfp4_ops internal error: dtype ", torch::headeronly::toString(type));
+            throw std::runtime_error("mxfp4_ops: dtype");
     }
 }
 
@@ -56,8 +60,7 @@ Threads torch_threads() {
 std::vector<int64_t> shape_with_last(const Tensor& tensor, int64_t last) {
     const auto sizes = tensor.sizes();
     std::vector<int64_t> shape(sizes.begin(), sizes.end());
-    STD_TORCH_CHECK(!shape.empty() && tensor.is_contiguous(),
-                    "mxfp4_ops internal error: a contiguous tensor is needed");
+    require(!shape.empty() && tensor.is_contiguous(), "a contiguous tensor is needed");
     shape.back() = last;
     return shape;
 }
@@ -73,7 +76,7 @@ void for_chunks(int64_t elements, Body body) {
 std::tuple<Tensor, Tensor> native_quant(const Tensor& x, int64_t scale_rule) {
     const Kernels& k = kernels();
     const int64_t n = x.size(-1);
-    STD_TORCH_CHECK(n % kBlock == 0, "mxfp4_ops internal error: last dimension ", n);
+    require(n % kBlock == 0, "last dimension");
     Tensor blocks = torch::stable::new_empty(x, shape_with_last(x, n / 2), ScalarType::Byte);
     Tensor scales = torch::stable::new_empty(x, shape_with_last(x, n / kBlock), ScalarType::Byte);
     const Dtype dtype = dtype_of(x.scalar_type());
@@ -91,7 +94,7 @@ std::tuple<Tensor, Tensor> native_quant(const Tensor& x, int64_t scale_rule) {
 Tensor native_dequant(const Tensor& blocks, const Tensor& scales, ScalarType type) {
     const Kernels& k = kernels();
     Tensor out = torch::stable::new_empty(blocks, shape_with_last(blocks, blocks.size(-1) * 2), type);
-    STD_TORCH_CHECK(scales.numel() * kBlock == out.numel(), "mxfp4_ops internal error: scales do not match blocks");
+    require(scales.numel() * kBlock == out.numel(), "scales do not match blocks");
     const Dtype dtype = dtype_of(type);
     const auto* codes = static_cast<const uint8_t*>(blocks.const_data_ptr());
     const auto* bytes = static_cast<const uint8_t*>(scales.const_data_ptr());
@@ -149,22 +152,19 @@ void check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
                const std::optional<Tensor>& w2_bias, int64_t hidden, int64_t intermediate, int64_t activation) {
     const auto padded = [](int64_t n) { return (n + kSuperK - 1) / kSuperK * kSuperK; };
     const auto rows_of = [&](int64_t n) { return padded(n) * (is_gated(static_cast<Activation>(activation)) ? 2 : 1); };
-    STD_TORCH_CHECK(hidden > 0 && hidden % kBlock == 0 && intermediate > 0 && intermediate % kBlock == 0,
-                    "mxfp4_ops: sizes");
-    STD_TORCH_CHECK(x.dim() == 2 && topk_ids.dim() == 2 && w13.dim() == 4, "mxfp4_ops: dimensions");
+    require(hidden > 0 && hidden % kBlock == 0 && intermediate > 0 && intermediate % kBlock == 0, "sizes");
+    require(x.dim() == 2 && topk_ids.dim() == 2 && w13.dim() == 4, "dimensions");
     const int64_t tokens = x.size(0), top_k = topk_ids.size(1), experts = w13.size(0);
-    STD_TORCH_CHECK(x.scalar_type() != ScalarType::Double && is_plain(x, {tokens, hidden}), "mxfp4_ops: x");
-    STD_TORCH_CHECK(top_k > 0 && is_plain(topk_ids, {tokens, top_k}), "mxfp4_ops: topk_ids");
-    STD_TORCH_CHECK(topk_weights.scalar_type() == ScalarType::Float && is_plain(topk_weights, {tokens, top_k}),
-                    "mxfp4_ops: topk_weights");
-    STD_TORCH_CHECK(is_packed(w13, experts, rows_of(intermediate), padded(hidden)) &&
-                        is_packed(w2, experts, padded(hidden), padded(intermediate)),
-                    "mxfp4_ops: weights");
-    STD_TORCH_CHECK(is_plain(w13_scale, {experts, 0}) && is_plain(w2_scale, {experts, 0}) &&
-                        w13_scale.scalar_type() == ScalarType::Byte && w2_scale.scalar_type() == ScalarType::Byte,
-                    "mxfp4_ops: scales are inside the weights");
-    STD_TORCH_CHECK(is_bias(w13_bias, experts, rows_of(intermediate)) && is_bias(w2_bias, experts, padded(hidden)),
-                    "mxfp4_ops: biases");
+    require(x.scalar_type() != ScalarType::Double && is_plain(x, {tokens, hidden}), "x");
+    require(top_k > 0 && is_plain(topk_ids, {tokens, top_k}), "topk_ids");
+    require(topk_weights.scalar_type() == ScalarType::Float && is_plain(topk_weights, {tokens, top_k}), "topk_weights");
+    require(is_packed(w13, experts, rows_of(intermediate), padded(hidden)) &&
+                is_packed(w2, experts, padded(hidden), padded(intermediate)),
+            "weights");
+    require(is_plain(w13_scale, {experts, 0}) && is_plain(w2_scale, {experts, 0}) &&
+                w13_scale.scalar_type() == ScalarType::Byte && w2_scale.scalar_type() == ScalarType::Byte,
+            "scales are inside the weights");
+    require(is_bias(w13_bias, experts, rows_of(intermediate)) && is_bias(w2_bias, experts, padded(hidden)), "biases");
 }
 
 // Uninitialized, contiguous, on the CPU. Not through the dispatcher, which costs 10 us when it is not in the caches.
@@ -177,20 +177,6 @@ Tensor empty(const int64_t (&sizes)[dims], int32_t dtype) {
     TORCH_ERROR_CODE_CHECK(
         aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
     return Tensor(handle);
-}
-
-// What body returns, or what it throws as text in a uint8 tensor of one dimension: under torch 2.11, an exception that
-// leaves a kernel with tensor arguments ends in a segmentation fault.
-template <class Body>
-Tensor result_or_text(Body body) {
-    try {
-        return body();
-    } catch (const std::exception& error) {
-        const std::string text = error.what();
-        Tensor bytes = empty({static_cast<int64_t>(text.size())}, aoti_torch_dtype_uint8());
-        memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-        return bytes;
-    }
 }
 
 int32_t dtype_code(const Tensor& tensor) {
@@ -206,51 +192,48 @@ std::vector<int32_t> checked_ids(const Tensor& topk_ids, int64_t experts) {
     const auto* ids = static_cast<const Id*>(topk_ids.const_data_ptr());
     std::vector<int32_t> checked(static_cast<size_t>(topk_ids.numel()));
     for (size_t i = 0; i < checked.size(); i++) {
-        STD_TORCH_CHECK(ids[i] >= -1 && ids[i] < experts, "mxfp4_ops: expert id ", ids[i], " of ", experts);
+        require(ids[i] >= -1 && ids[i] < experts, "expert id");
         checked[i] = static_cast<int32_t>(ids[i]);
     }
     return checked;
 }
 
-// Result [T, hidden], or text.
 Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
                   const Tensor& w13_scale, const std::optional<Tensor>& w13_bias, const Tensor& w2,
                   const Tensor& w2_scale, const std::optional<Tensor>& w2_bias, int64_t hidden, int64_t intermediate,
                   int64_t activation, double alpha, double beta, double limit, bool weight_on_input,
                   bool batch_invariant) {
-    return result_or_text([&] {
-        check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, hidden, intermediate,
-                  activation);
-        const bool wide = topk_ids.scalar_type() == ScalarType::Long;
-        STD_TORCH_CHECK(wide || topk_ids.scalar_type() == ScalarType::Int, "mxfp4_ops internal error: dtype of ids");
-        const std::vector<int32_t> ids =
-            wide ? checked_ids<int64_t>(topk_ids, w13.size(0)) : checked_ids<int32_t>(topk_ids, w13.size(0));
-        const Kernels& k = kernels();
-        const Threads threads = torch_threads();
-        Tensor out = empty({x.size(0), hidden}, dtype_code(x));
-        MoeArgs args{};
-        args.tokens = x.size(0);
-        args.hidden = hidden;
-        args.intermediate = intermediate;
-        args.experts = w13.size(0);
-        args.top_k = topk_ids.size(1);
-        args.dtype = dtype_of(x.scalar_type());
-        args.x = x.const_data_ptr();
-        args.topk_ids = ids.data();
-        args.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
-        args.w13 = static_cast<const uint8_t*>(w13.const_data_ptr());
-        args.w13_bias = bias_of(w13_bias);
-        args.w2 = static_cast<const uint8_t*>(w2.const_data_ptr());
-        args.w2_bias = bias_of(w2_bias);
-        args.activation = {static_cast<Activation>(activation), static_cast<float>(alpha), static_cast<float>(beta),
-                           static_cast<float>(limit)};
-        args.weight_on_input = weight_on_input;
-        args.batch_invariant = batch_invariant;
-        args.out = out.mutable_data_ptr();
-        Tensor workspace = empty({moe_workspace_bytes(k, args, threads.count)}, aoti_torch_dtype_uint8());
-        moe(k, args, workspace.mutable_data_ptr(), threads);
-        return out;
-    });
+    check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, hidden, intermediate,
+              activation);
+    const bool wide = topk_ids.scalar_type() == ScalarType::Long;
+    require(wide || topk_ids.scalar_type() == ScalarType::Int, "dtype of ids");
+    const std::vector<int32_t> ids =
+        wide ? checked_ids<int64_t>(topk_ids, w13.size(0)) : checked_ids<int32_t>(topk_ids, w13.size(0));
+    const Kernels& k = kernels();
+    const Threads threads = torch_threads();
+    Tensor out = empty({x.size(0), hidden}, dtype_code(x));
+    MoeArgs args{};
+    args.tokens = x.size(0);
+    args.hidden = hidden;
+    args.intermediate = intermediate;
+    args.experts = w13.size(0);
+    args.top_k = topk_ids.size(1);
+    args.dtype = dtype_of(x.scalar_type());
+    args.x = x.const_data_ptr();
+    args.topk_ids = ids.data();
+    args.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
+    args.w13 = static_cast<const uint8_t*>(w13.const_data_ptr());
+    args.w13_bias = bias_of(w13_bias);
+    args.w2 = static_cast<const uint8_t*>(w2.const_data_ptr());
+    args.w2_bias = bias_of(w2_bias);
+    args.activation = {static_cast<Activation>(activation), static_cast<float>(alpha), static_cast<float>(beta),
+                       static_cast<float>(limit)};
+    args.weight_on_input = weight_on_input;
+    args.batch_invariant = batch_invariant;
+    args.out = out.mutable_data_ptr();
+    Tensor workspace = empty({moe_workspace_bytes(k, args, threads.count)}, aoti_torch_dtype_uint8());
+    moe(k, args, workspace.mutable_data_ptr(), threads);
+    return out;
 }
 
 std::string native_cpu_isa() {
