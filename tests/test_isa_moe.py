@@ -134,6 +134,28 @@ def test_moe_single_rows(isa, dtype):
             assert relative_error(decode(one, dtype), want) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("kinds", ["23", "203"], ids=["all in integers", "one not"])
+@every_isa
+def test_moe_rows_of_different_planes_share_an_expert(isa, kinds):
+    """Rows that integers hold in two planes, in three, or not at all, in groups around every limit on their number."""
+    rng = np.random.default_rng(19)
+    layer = Layer("swigluoai", 352, 96, experts=2)
+    for tokens in (2, 3, 5, 9, 17, 48, 49, 70):
+        x = rng.standard_normal((tokens, 352))
+        for t, kind in zip(range(tokens), itertools.cycle(kinds), strict=False):
+            if kind == "3":
+                x[t] *= np.abs(rng.standard_normal(352)) ** 2
+            if kind == "0":
+                x[t] *= np.exp2(rng.uniform(-40, 0, 352))
+        raw = encode(x, BF16)
+        ids, weights = np.ones((tokens, 1), np.int32), np.ones((tokens, 1), np.float32)
+        got = layer.run(isa, raw, ids, weights, BF16, threads=2)
+        assert np.array_equal(got, layer.run(isa, raw, ids, weights, BF16, threads=3, fill=1))
+        got, want = decode(got, BF16), layer.expected(decode(raw, BF16), ids, weights, BF16)
+        for t in range(tokens):
+            assert relative_error(got[t].astype(np.float64), want[t]) < TOLERANCE[BF16] * 2
+
+
 @every_isa
 def test_moe_slots_that_part_between_the_products(isa):
     """Two slots of one expert whose h then need different kernels, one of them in fp32."""

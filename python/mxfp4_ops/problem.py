@@ -16,7 +16,7 @@ X_FORMATS = ("none",)
 
 
 def arch_of(device: torch.device | str) -> str:
-    """Name the chip as its vendor does: ``sm_90``, ``gfx950``; for a CPU ``cpu_avx512_bf16``, ``cpu_avx2``,
+    """Name the chip as its vendor does: ``sm_90``, ``gfx950``; for a CPU ``cpu_avx512_vnni``, ``cpu_avx2``,
     ``cpu_scalar``."""
     device = torch.device(device)
     if device.type == "cpu":
