@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +121,21 @@ def test_what_is_refused_or_converted_goes_to_the_op(packed: PackedExperts, at_o
         with pytest.raises(error, match=f"mxfp4::moe: {message}"):
             packed(*args)
     assert at_once == [True, True] + [False] * len(wrong)
+
+
+def test_importing_under_a_mode_does_not_make_the_mode_invisible() -> None:
+    script = """
+import torch
+from torch._subclasses import FakeTensorMode
+with FakeTensorMode():
+    from mxfp4_ops import eager
+    print(eager.unobserved(torch.empty(2)))
+print(eager.unobserved(torch.empty(2)))
+with torch.inference_mode():
+    print(eager.unobserved(torch.empty(2)))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True", "True"]
 
 
 def test_without_the_private_names_everything_goes_through_the_op(

@@ -24,8 +24,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Not STD_TORCH_CHECK: it makes its text with a stream, and g++ may have linked libstdc++ into this library while torch
-// uses another copy (Ubuntu 24.04 with torch 2.11): formatting a number then is a segmentation fault.
+// Not STD_TORCH_CHECK: it makes its text with a stream, and g++ may link libstdc++ into this library while torch uses
+// another copy. There (Ubuntu 24.04, torch 2.11), refusals with it ended in a segmentation fault, and without it do not.
 void require(bool ok, const char* what) {
     if (!ok) throw std::runtime_error(std::string("mxfp4_ops: the CPU kernels do not take this: ") + what);
 }

@@ -7,25 +7,22 @@ reason the question itself touches as little as it can.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _known(thread_keys: Any) -> tuple[int, int]:
-    """The dispatch keys of a thread in which no mode is active; the second in inference mode."""
-    with torch.inference_mode():
-        inference = thread_keys().raw_repr()
-    return thread_keys().raw_repr(), inference
+def _plain_keys() -> tuple[int, int]:
+    """The dispatch keys that torch gives a thread in which no mode is active; the second in inference mode."""
+    inference = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    return inference.add(torch._C.DispatchKey.ADInplaceOrView).raw_repr(), inference.raw_repr()
 
 
 try:
     _thread_keys = torch._C._dispatch_tls_local_include_set
-    _PLAIN_KEYS: tuple[int, ...] = _known(_thread_keys)
-except AttributeError:  # a torch that moved this private name: everything goes through the dispatcher
+    _PLAIN_KEYS: tuple[int, ...] = _plain_keys()
+except AttributeError:  # a torch that moved these private names: everything goes through the dispatcher
     _PLAIN_KEYS = ()
 
 
