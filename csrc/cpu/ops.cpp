@@ -25,7 +25,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Not STD_TORCH_CHECK: it makes its text with a stream, and g++ may link libstdc++ into this library while torch uses
-// another copy. There (Ubuntu 24.04, torch 2.11), refusals with it ended in a segmentation fault, and without it do not.
+// another copy. There (Ubuntu 24.04, torch 2.11), refusals with it ended in a segmentation fault, and without it do
+// not.
 void require(bool ok, const char* what) {
     if (!ok) throw std::runtime_error(std::string("mxfp4_ops: the CPU kernels do not take this: ") + what);
 }
