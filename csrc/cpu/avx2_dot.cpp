@@ -176,12 +176,9 @@ constexpr PanelRows kPanelRows[kRowBlock] = {panel_rows<1>, panel_rows<2>, panel
 void add_panel(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, int64_t k_first, float* panel,
                float* acc) {
     decode_panel(tile, supers, panel);
-    int64_t i = 0;
-    for (int64_t blocks = (m + kRowBlock - 1) / kRowBlock; blocks > 0; blocks--) {
-        const int64_t n = (m - i + blocks - 1) / blocks;
+    for_even_parts(m, kRowBlock, [&](int64_t i, int64_t n) {
         kPanelRows[n - 1](panel, supers * kSuperK, rows + i, k_first, acc + i * kTileRows);
-        i += n;
-    }
+    });
 }
 
 // ------------------------------------------------------------------------------------------------------- registers
@@ -259,21 +256,15 @@ constexpr FewRows kFewRows[kFewRowBlock] = {few_rows<1>, few_rows<2>, few_rows<3
 }  // namespace
 
 void avx2_few(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void* panel, float* acc) {
-    int64_t i = 0;
-    for (int64_t blocks = (m + kFewRowBlock - 1) / kFewRowBlock; blocks > 0; blocks--) {
-        const int64_t n = (m - i + blocks - 1) / blocks;
+    for_even_parts(m, kFewRowBlock, [&](int64_t i, int64_t n) {
         kFewRows[n - 1](tile, supers, rows + i, static_cast<float*>(panel), acc + i * kTileRows);
-        i += n;
-    }
+    });
 }
 
 void avx2_many(const uint8_t* tile, int64_t supers, const float* const* rows, int64_t m, void* panel, float* acc) {
-    int64_t s = 0;
-    for (int64_t parts = (supers + kPanelSupers - 1) / kPanelSupers; parts > 0; parts--) {
-        const int64_t n = (supers - s + parts - 1) / parts;
+    for_even_parts(supers, kPanelSupers, [&](int64_t s, int64_t n) {
         add_panel(tile + s * kSuperBytes, n, rows, m, s * kSuperK, static_cast<float*>(panel), acc);
-        s += n;
-    }
+    });
 }
 
 }  // namespace mxfp4::cpu

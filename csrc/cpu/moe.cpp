@@ -158,34 +158,23 @@ void Layer::multiply_run(const Product& product, const Group& group, const TileR
 bool Layer::multiply_ints(const Product& product, const Group& group, const TileRange& run,
                           const ThreadScratch& scratch) {
     if (product.ints == nullptr || group.count > k_.int_limit) return false;
-    const IntRow* rows[kMaxRows];
-    float* acc[kMaxRows];
-    int64_t end = 0;
-    const int64_t first = group.expert * product.tiles_per_expert + run.begin;
-    IntProduct ints{product.weights + first * product.supers * kSuperBytes,
-                    run.end - run.begin,
-                    product.supers,
-                    rows,
-                    0,
-                    scratch.panel,
-                    acc,
-                    group.count * kTileRows};
-    int64_t counts[kPlanes + 1] = {};
-    for (int planes = 2; planes <= kPlanes; planes++) {
-        for (int64_t i = 0; i < group.count; i++) {
-            const IntRow& row = product.ints[group.slots[i] / product.slots_per_row];
-            if (row.planes != planes) continue;
-            rows[end] = &row;
-            acc[end++] = scratch.acc + i * kTileRows;
-            counts[planes]++;
-        }
+    const auto row_of = [&](int64_t i) { return product.ints + group.slots[i] / product.slots_per_row; };
+    for (int64_t i = 0; i < group.count; i++) {
+        if (row_of(i)->planes == 0) return false;
     }
-    if (end != group.count) return false;
+    const int64_t first = group.expert * product.tiles_per_expert + run.begin;
+    const uint8_t* tiles = product.weights + first * product.supers * kSuperBytes;
     for (int planes = 2; planes <= kPlanes; planes++) {
-        ints.m = counts[planes];
-        if (ints.m != 0) k_.dot_int(ints);
-        ints.rows += ints.m;
-        ints.acc += ints.m;
+        const IntRow* rows[kMaxRows];
+        float* acc[kMaxRows];
+        int64_t m = 0;
+        for (int64_t i = 0; i < group.count; i++) {
+            if (row_of(i)->planes != planes) continue;
+            rows[m] = row_of(i);
+            acc[m++] = scratch.acc + i * kTileRows;
+        }
+        if (m == 0) continue;
+        k_.dot_int({tiles, run.end - run.begin, product.supers, rows, m, scratch.panel, acc, group.count * kTileRows});
     }
     return true;
 }

@@ -49,11 +49,10 @@ std::vector<Group> group_slots(const MoeArgs& args, PathOf path_of, int64_t* ord
     int64_t begin = 0;
     for (int64_t key = 0; key < args.experts * kPaths; key++) {
         const int64_t stop = end[static_cast<size_t>(key)];
-        for (int64_t parts = (stop - begin + kMaxRows - 1) / kMaxRows; parts > 0; parts--) {
-            const int64_t count = (stop - begin + parts - 1) / parts;  // even parts
-            groups.push_back({key / kPaths, static_cast<Path>(key % kPaths), order + begin, count});
-            begin += count;
-        }
+        for_even_parts(stop - begin, kMaxRows, [&](int64_t first, int64_t count) {
+            groups.push_back({key / kPaths, static_cast<Path>(key % kPaths), order + begin + first, count});
+        });
+        begin = stop;
     }
     return groups;
 }

@@ -35,4 +35,15 @@ static inline const uint8_t* line_of(const uint8_t* super, int step, int half) {
     return super + kScaleBytes + step * kStepBytes + half * kLineBytes;
 }
 
+// Calls body(begin, count) for the parts of 0 .. n - 1, as few as hold at most `most` each, and of even size.
+template <class Body>
+static inline void for_even_parts(int64_t n, int64_t most, Body body) {
+    int64_t begin = 0;
+    for (int64_t parts = (n + most - 1) / most; parts > 0; parts--) {
+        const int64_t count = (n - begin + parts - 1) / parts;
+        body(begin, count);
+        begin += count;
+    }
+}
+
 }  // namespace mxfp4::cpu
