@@ -34,6 +34,6 @@ def unobserved(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or not _PLAIN_KEYS or _thread_keys().raw_repr() not in _PLAIN_KEYS:
         return False
     given = [t for t in tensors if t is not None]
-    if torch.is_grad_enabled() and any([t.requires_grad for t in given]):
+    if not all([type(t) in _PLAIN_TYPES for t in given]):
         return False
-    return all([type(t) in _PLAIN_TYPES for t in given])
+    return not (torch.is_grad_enabled() and any([t.requires_grad for t in given]))

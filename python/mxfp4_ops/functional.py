@@ -60,7 +60,7 @@ def mxfp4_moe(
         "activation": activation, "alpha": alpha, "beta": beta, "limit": limit,
         "x_format": x_format, "weight_on_input": weight_on_input, "batch_invariant": batch_invariant,
     }  # fmt: skip
-    if unobserved(x, topk_weights, w13, w13_bias, w2_bias):
+    if unobserved(x, topk_ids, topk_weights, w13, w13_bias, w2_bias):
         out = at_once(*tensors, x_scale, **options)
         if out is not None:
             return out
