@@ -40,7 +40,7 @@ ALIASES = {
 }
 
 # Leaves: plain tensors and numbers, no strings. The compiled library of a device registers their kernels and nothing
-# else; of the arguments only the values of topk_ids are checked there.
+# else. _native_moe refuses every tensor that does not fit; the others rely on the checks of their ops.
 LEAVES = {
     "_native_moe": (
         f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, int hidden, int intermediate, int activation, "

@@ -224,21 +224,6 @@ def x_scale(op: str, scale: Tensor | None, x_format: str) -> None:
 
 
 def moe_inputs(op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, hidden: int) -> None:
-    shape, routed = x.shape, topk_ids.shape
-    if (
-        # All is well, in one comparison: this runs at each call. Symbolic sizes take the longer way, without branches.
-        len(shape) == 2
-        and type(shape[0]) is int
-        and shape[1] == hidden
-        and len(routed) == 2
-        and routed[0] == shape[0]
-        and routed[1] > 0
-        and topk_weights.shape == routed
-        and topk_ids.dtype in _ID_DTYPES
-        and topk_weights.dtype in _BIAS_DTYPES
-        and topk_ids.device == x.device == topk_weights.device
-    ):
-        return
     need(
         x.dim() == 2 and bool(x.shape[1] == hidden),
         lambda: f"{op}: x must be [T, H] with H = hidden = {hidden}, got {list(x.shape)}.",

@@ -1,5 +1,4 @@
-"""The two forms in which experts are held: canonical bytes as checkpoints have them, and packed bytes with their
-tag."""
+"""Experts in the canonical form, as checkpoints have them, and what it takes to cut, pad and reorder them."""
 
 from __future__ import annotations
 

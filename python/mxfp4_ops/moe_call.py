@@ -60,18 +60,7 @@ class MoECall:
 
     def slots(self) -> dict[str, Tensor | None]:
         """The six packed tensors that every layout has, by name, unchecked."""
-        return {
-            "w13": self.w13,
-            "w13_scale": self.w13_scale,
-            "w13_bias": self.w13_bias,
-            "w2": self.w2,
-            "w2_scale": self.w2_scale,
-            "w2_bias": self.w2_bias,
-        }
-
-    def can_skip_checks(self, plan: CallPlan) -> bool:
-        """Whether the backend itself refuses all that the checks would refuse, among the arguments given here."""
-        return plan.backend.checks_inputs and self.expert_ids is None and self.x_scale is None and not self.aux
+        return {name: getattr(self, name) for name in SLOTS}
 
     def check(self, plan: CallPlan) -> dict[str, Tensor | None]:
         """Refuse bad tensors; return the packed ones as backends take them."""
@@ -106,11 +95,9 @@ def at_once(*args: Any, **kwargs: Any) -> Tensor | None:
     try:
         call = MoECall(*args, **kwargs)
         plan = call.plan()
-        if call.can_skip_checks(plan):
-            return call.run(plan, call.topk_ids, call.slots())
     except (RuntimeError, ValueError, TypeError):
-        pass
-    return None
+        return None
+    return _unchecked(call, plan)
 
 
 def moe_fake(*args: Any, **kwargs: Any) -> Tensor:
@@ -122,10 +109,16 @@ def moe_fake(*args: Any, **kwargs: Any) -> Tensor:
 def moe(*args: Any, **kwargs: Any) -> Tensor:
     call = MoECall(*args, **kwargs)
     plan = call.plan()
-    if call.can_skip_checks(plan):
-        with contextlib.suppress(RuntimeError):  # refused: what follows knows why, or how to convert
+    out = _unchecked(call, plan)
+    return _checked(call, plan) if out is None else out
+
+
+def _unchecked(call: MoECall, plan: CallPlan) -> Tensor | None:
+    """The result by a backend that checks its inputs itself. None: there is something to say, or to convert."""
+    if plan.backend.checks_inputs and call.expert_ids is None and call.x_scale is None and not call.aux:
+        with contextlib.suppress(RuntimeError):
             return call.run(plan, call.topk_ids, call.slots())
-    return _checked(call, plan)
+    return None
 
 
 def _checked(call: MoECall, plan: CallPlan) -> Tensor:

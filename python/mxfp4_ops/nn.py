@@ -26,13 +26,6 @@ class MXFP4Experts(torch.nn.Module):
     another layout is refused.
     """
 
-    w13: Tensor
-    w13_scale: Tensor
-    w13_bias: Tensor | None
-    w2: Tensor
-    w2_scale: Tensor
-    w2_bias: Tensor | None
-
     def __init__(self, packed: PackedExperts, *, weight_on_input: bool = False, batch_invariant: bool = False) -> None:
         super().__init__()
         self.layout, self.hidden, self.intermediate = packed.layout, packed.hidden, packed.intermediate
@@ -44,14 +37,16 @@ class MXFP4Experts(torch.nn.Module):
         for name, tensor in zip(self._aux_names, packed.aux, strict=True):
             self.register_buffer(name, tensor)
 
+    def _slots(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SLOTS}
+
     @property
     def packed(self) -> PackedExperts:
         """The tensors as they are now (after ``to(device)``, ``load_state_dict``), sharing storage."""
-        buffers: dict[str, Any] = {name: getattr(self, name) for name in SLOTS}
         aux = tuple(getattr(self, name) for name in self._aux_names)
         act = self.activation
         return PackedExperts(
-            **buffers,
+            **self._slots(),
             aux=aux,
             layout=self.layout,
             hidden=self.hidden,
@@ -71,14 +66,9 @@ class MXFP4Experts(torch.nn.Module):
             x.reshape(-1, x.shape[-1]),
             topk_ids.reshape(-1, topk_ids.shape[-1]),
             topk_weights.reshape(-1, topk_weights.shape[-1]),
-            self.w13,
-            self.w13_scale,
-            self.w13_bias,
-            self.w2,
-            self.w2_scale,
-            self.w2_bias,
-            [getattr(self, name) for name in self._aux_names],
-            expert_ids,
+            **self._slots(),
+            aux=[getattr(self, name) for name in self._aux_names],
+            expert_ids=expert_ids,
             layout=self.layout,
             hidden=self.hidden,
             intermediate=self.intermediate,
