@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from mxfp4_ops import Activation, ExpertWeights
+from mxfp4_ops import Activation, ExpertWeights, PackedExperts
 from torch import Tensor
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -151,3 +152,13 @@ def errors(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     typical = wanted.norm() / math.sqrt(max(len(wanted), 1))
     worst = (difference.norm(dim=1) / torch.maximum(wanted.norm(dim=1), typical)).max()
     return float(difference.norm() / wanted.norm()), float(worst)
+
+
+def moe_call(
+    packed: PackedExperts, x: Tensor, ids: Tensor, routing: Tensor, **kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Arguments of ``torch.ops.mxfp4.moe`` for packed experts."""
+    p = packed
+    args = (x, ids, routing, p.w13, p.w13_scale, p.w13_bias, p.w2, p.w2_scale, p.w2_bias, list(p.aux))
+    sizes = {"layout": p.layout, "hidden": p.hidden, "intermediate": p.intermediate, "activation": p.activation}
+    return args, {**sizes, "alpha": p.alpha, "beta": p.beta, "limit": p.limit, **kwargs}

@@ -11,7 +11,8 @@ import mxfp4_ops.functional
 import pytest
 import torch
 from mxfp4_ops import MXFP4Experts, PackedExperts, eager, prepare
-from problems import TINY, inputs, weights
+from mxfp4_ops.layout import SLOTS
+from problems import TINY, inputs, moe_call, weights
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,16 +40,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def through_the_op(packed: PackedExperts, args: Inputs) -> Tensor:
-    with torch.device("cpu"):  # a mode, but none that the keys show
-        pass
-    p = packed
-    options = {"layout": p.layout, "hidden": p.hidden, "intermediate": p.intermediate, "activation": p.activation}
-    six = (p.w13, p.w13_scale, p.w13_bias, p.w2, p.w2_scale, p.w2_bias)
-    out: Tensor = torch.ops.mxfp4.moe(*args, *six, [], **options, alpha=p.alpha, beta=p.beta, limit=p.limit)
-    return out
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_plain_calls_go_at_once_with_the_bits_of_the_op(
     packed: PackedExperts, at_once: list[bool], context: Callable[[], Any]
@@ -57,7 +48,8 @@ def test_plain_calls_go_at_once_with_the_bits_of_the_op(
     with context():
         got, from_module = packed(*args), MXFP4Experts(packed)(*args)
     assert at_once == [True, True]
-    assert torch.equal(got, through_the_op(packed, args)) and torch.equal(from_module, got)
+    op_args, options = moe_call(packed, *args)
+    assert torch.equal(got, torch.ops.mxfp4.moe(*op_args, **options)) and torch.equal(from_module, got)
 
 
 def test_compiling_and_tracing_see_the_op(packed: PackedExperts, at_once: list[bool]) -> None:
@@ -121,6 +113,8 @@ def test_what_is_refused_or_converted_goes_to_the_op(packed: PackedExperts, at_o
         with pytest.raises(error, match=f"mxfp4::moe: {message}"):
             packed(*args)
     assert at_once == [True, True] + [False] * len(wrong)
+    with pytest.raises(RuntimeError, match=r"mxfp4::moe.*topk_ids"):  # torch says it, as of any op
+        packed(x, ids.tolist(), routing)  # type: ignore[arg-type]
 
 
 def test_importing_under_a_mode_does_not_make_the_mode_invisible() -> None:
@@ -148,13 +142,11 @@ def test_without_the_private_names_everything_goes_through_the_op(
 
 def leaf_arguments(packed: PackedExperts) -> dict[str, Any]:
     x, ids, routing = inputs(TINY)
-    p = packed
-    slots = {"w13": p.w13, "w13_scale": p.w13_scale, "w13_bias": p.w13_bias}
-    slots |= {"w2": p.w2, "w2_scale": p.w2_scale, "w2_bias": p.w2_bias}
+    slots = {name: getattr(packed, name) for name in SLOTS}
     numbers = {"alpha": 0.0, "beta": 0.0, "limit": float("inf")}
     return {
         **{"x": x, "topk_ids": ids, "topk_weights": routing.float(), **slots},
-        **{"hidden": p.hidden, "intermediate": p.intermediate, "activation": 0, **numbers},
+        **{"hidden": packed.hidden, "intermediate": packed.intermediate, "activation": 0, **numbers},
         **{"weight_on_input": False, "batch_invariant": False},
     }
 

@@ -12,7 +12,7 @@ import torch
 from mxfp4_ops import Activation, PackedExperts, _ops, _schemas, prepare
 from mxfp4_ops.backends import Backend
 from mxfp4_ops.moe_call import MoECall
-from problems import TINY, Problem, inputs, weights
+from problems import TINY, Problem, inputs, moe_call, weights
 from torch import Tensor
 
 OPS = torch.ops.mxfp4
@@ -24,16 +24,6 @@ VIEW_CHECKS = ("test_faketensor", "test_aot_dispatch_dynamic")
 def opcheck(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, checks: Any = ALL_CHECKS) -> None:
     results = torch.library.opcheck(op, args, kwargs or {}, test_utils=checks)
     assert set(results.values()) == {"SUCCESS"}, results
-
-
-def moe_call(
-    packed: PackedExperts, x: Tensor, ids: Tensor, routing: Tensor, **kwargs: Any
-) -> tuple[Any, dict[str, Any]]:
-    """Arguments of ``torch.ops.mxfp4.moe`` for packed experts."""
-    p = packed
-    args = (x, ids, routing, p.w13, p.w13_scale, p.w13_bias, p.w2, p.w2_scale, p.w2_bias, list(p.aux))
-    sizes = {"layout": p.layout, "hidden": p.hidden, "intermediate": p.intermediate, "activation": p.activation}
-    return args, {**sizes, "alpha": p.alpha, "beta": p.beta, "limit": p.limit, **kwargs}
 
 
 def strided(t: Tensor) -> Tensor:
