@@ -11,18 +11,20 @@ from .backends import BACKENDS, Backend, Tolerance
 from .dispatch import explain, select
 from .errors import Unsupported
 from .experts import ExpertWeights
-from .functional import dequant_mxfp4, localise, mxfp4_moe, qdq_mxfp4, quant_mxfp4, route
+from .functional import dequant_mxfp4, finalize, localise, mxfp4_moe, qdq_mxfp4, quant_mxfp4, quant_x, route
 from .layout import Layout, TensorSpec
 from .nn import MXFP4Experts
 from .packed import PackedExperts
 from .prepare import prepare, problem_of, repack_expert, unprepare
 from .problem import MoEProblem, arch_of
+from .x_formats import X_FORMATS
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
+    "X_FORMATS",
     "Activation",
     "Backend",
     "ExpertWeights",
@@ -36,12 +38,14 @@ __all__ = [
     "arch_of",
     "dequant_mxfp4",
     "explain",
+    "finalize",
     "localise",
     "mxfp4_moe",
     "prepare",
     "problem_of",
     "qdq_mxfp4",
     "quant_mxfp4",
+    "quant_x",
     "repack_expert",
     "route",
     "select",

@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _schemas, checks, format, packing
+from . import _schemas, checks, format, packing, token_checks
 from ._extension import cpu_isa
 from .activation import resolve
 from .backends import Backend
 from .dispatch import backend_of
 from .format import BLOCK, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
-from .moe_call import localise, localise_fake, moe, moe_fake
+from .moe_call import localise, localise_fake, moe, moe_fake, moe_out, moe_out_fake
+from .unfinalized import finalize, finalize_fake, moe_unfinalized, moe_unfinalized_fake
+
+_PIECE = 1 << 18  # elements that dequant.out expands at once in plain torch
 
 LIBRARY = torch.library.Library("mxfp4", "DEF")
 
@@ -61,6 +64,30 @@ def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
     if _native(blocks):
         return torch.ops.mxfp4._native_dequant(blocks, scales, dtype)
     return format.dequant(blocks, scales, dtype)
+
+
+def _check_dequant_out(blocks: Tensor, scales: Tensor, dtype: torch.dtype | None, out: Tensor) -> None:
+    op = "mxfp4::dequant.out"
+    checks.dequant(op, blocks, scales, out.dtype if dtype is None else dtype)
+    checks.out(op, out, (*blocks.shape[:-1], blocks.shape[-1] * 2), out.dtype if dtype is None else dtype, blocks)
+    checks.contiguous(op, "out", out)
+    checks.no_gradient(op, out)
+
+
+def _dequant_out_fake(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None, out: Tensor) -> None:
+    _check_dequant_out(blocks, scales, dtype, out)
+
+
+def _dequant_out(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None, out: Tensor) -> None:
+    """No other memory of out's size is taken (rule M3): plain torch goes over it in pieces."""
+    _check_dequant_out(blocks, scales, dtype, out)
+    blocks, scales = as_bytes(blocks).contiguous(), as_bytes(scales).contiguous()
+    if _native(blocks):
+        torch.ops.mxfp4._native_dequant_out(blocks, scales, out)
+        return
+    pieces = (t.view(-1).split(n) for t, n in ((blocks, _PIECE // 2), (scales, _PIECE // BLOCK), (out, _PIECE)))
+    for codes, bytes_, values in zip(*pieces, strict=True):
+        values.copy_(format.dequant(codes, bytes_, out.dtype))
 
 
 def _qdq_fake(x: Tensor, *, scale_rule: str = "even") -> Tensor:
@@ -185,8 +212,8 @@ class _RouteCall:
 
     def check(self, op: str) -> None:
         unused = {name: getattr(self, name) for name in ("correction_bias", "input_ids", "hash_table")}
-        checks.route(op, self.logits, self.top_k, self.method, self.renormalize)
-        checks.route_unused(op, self.method, unused, self.groups, self.topk_groups)
+        token_checks.route(op, self.logits, self.top_k, self.method, self.renormalize)
+        token_checks.route_unused(op, self.method, unused, self.groups, self.topk_groups)
 
 
 def _route_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -222,6 +249,10 @@ def _native_dequant_fake(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> 
     return blocks.new_empty(*blocks.shape[:-1], blocks.shape[-1] * 2, dtype=dtype)
 
 
+def _native_dequant_out_fake(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Nothing is returned."""
+
+
 def _like_x_fake(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -246,9 +277,13 @@ def _qdq_mxfp4(x: Tensor, scale_calculation_mode: str = "even") -> Tensor:
 
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "moe": (moe, moe_fake),
+    "moe.out": (moe_out, moe_out_fake),
+    "moe_unfinalized": (moe_unfinalized, moe_unfinalized_fake),
+    "finalize": (finalize, finalize_fake),
     "route": (_route, _route_fake),
     "quant": (_quant, _quant_fake),
     "dequant": (_dequant, _dequant_fake),
+    "dequant.out": (_dequant_out, _dequant_out_fake),
     "qdq": (_qdq, _qdq_fake),
     "prepare_moe": (_prepare_moe, _prepare_fake),
     "unprepare_moe": (_unprepare_moe, _unprepare_fake),
@@ -264,6 +299,7 @@ _LEAF_FAKES: dict[str, Callable[..., Any]] = {
     "_native_moe": _like_x_fake,
     "_native_quant": _native_quant_fake,
     "_native_dequant": _native_dequant_fake,
+    "_native_dequant_out": _native_dequant_out_fake,
     "_native_qdq": _like_x_fake,
 }
 

@@ -2,7 +2,7 @@
 
 An op grows by keyword arguments with defaults and never by a change of meaning: compile caches do not see fakes, so a
 changed rule for shapes or dtypes needs a new name. No op has a keyword-only tensor, which torch would not
-differentiate. Arguments are documented on the functions of ``functional.py``.
+differentiate, but for ``out``. Arguments are documented on the functions of ``functional.py``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from __future__ import annotations
 _SIX = "Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? w2_bias"
 _ACTIVATION = 'str activation="silu", float? alpha=None, float? beta=None, float? limit=None'
 _PREPARE = f"str layout, bool interleaved=False, {_ACTIVATION}"
-_MOE = (
-    f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, Tensor[] aux, Tensor? expert_ids=None, "
+_MOE_ARGUMENTS = (
+    f"Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, Tensor[] aux, Tensor? expert_ids=None, "
     "Tensor? x_scale=None, *, str layout, int hidden, int intermediate, "
-    f'{_ACTIVATION}, str x_format="none", bool weight_on_input=False, bool batch_invariant=False) -> Tensor'
+    f'{_ACTIVATION}, str x_format="none", bool weight_on_input=False, bool batch_invariant=False'
 )
+_MOE = f"({_MOE_ARGUMENTS}) -> Tensor"
 
 PUBLIC = {
     "moe": _MOE,
+    # Out variants return nothing: torch cannot functionalise a custom op whose result aliases an argument.
+    "moe.out": f"({_MOE_ARGUMENTS}, Tensor(a!) out) -> ()",
+    "moe_unfinalized": f"({_MOE_ARGUMENTS}) -> (Tensor rows, Tensor row_of_slot)",
+    "finalize": "(Tensor rows, Tensor row_of_slot, Tensor topk_weights) -> Tensor",
     "route": (
         "(Tensor logits, Tensor? correction_bias, Tensor? input_ids, Tensor? hash_table, int top_k, *, "
         'str method="softmax_topk", int groups=1, int topk_groups=1, bool renormalize=True, float scale=1.0) '
@@ -25,6 +30,7 @@ PUBLIC = {
     ),
     "quant": '(Tensor x, *, str scale_rule="even") -> (Tensor blocks, Tensor scales)',
     "dequant": "(Tensor blocks, Tensor scales, *, ScalarType? dtype=None) -> Tensor",
+    "dequant.out": "(Tensor blocks, Tensor scales, *, ScalarType? dtype=None, Tensor(a!) out) -> ()",
     "qdq": '(Tensor x, *, str scale_rule="even") -> Tensor',
     "prepare_moe": f"({_SIX}, *, {_PREPARE}) -> Tensor[]",
     "unprepare_moe": "(Tensor[] packed, *, str layout, int hidden, int intermediate, bool gated=True) -> Tensor[]",
@@ -48,6 +54,7 @@ LEAVES = {
     ),
     "_native_quant": "(Tensor x, int scale_rule) -> (Tensor, Tensor)",
     "_native_dequant": "(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor",
+    "_native_dequant_out": "(Tensor blocks, Tensor scales, Tensor(a!) out) -> ()",
     "_native_qdq": "(Tensor x, int scale_rule) -> Tensor",
     "_native_cpu_isa": "() -> str",
 }

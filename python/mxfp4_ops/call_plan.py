@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from . import checks
+from . import checks, token_checks
 from .activation import Activation, Resolved, resolve
 from .backends import Backend
 from .dispatch import backend_of
-from .errors import Unsupported, need
-from .problem import X_FORMATS, MoEProblem, arch_of
+from .errors import Unsupported
+from .problem import MoEProblem, arch_of
+from .x_formats import INPUT_SCALES
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ def plan_call(
     """
     hidden, intermediate, name, alpha, beta, limit, x_format, weight_on_input, batch_invariant = problem
     backend, act = backend_of(op, tag), resolve(op, name, alpha, beta, limit)
-    layout_names = tuple(checks.names(op, backend, hidden, intermediate, gated=act.gated))
-    need(x_format in X_FORMATS, lambda: f"{op}: x_format must be one of {', '.join(X_FORMATS)}, got {x_format!r}.")
+    names = tuple(checks.names(op, backend, hidden, intermediate, gated=act.gated))
+    token_checks.x_format(op, x_format)
+    names += INPUT_SCALES if x_format == "fp8_static" else ()
     if device.type == "meta":
-        return CallPlan(backend, act, layout_names)  # shapes only: any layout may be traced anywhere
+        return CallPlan(backend, act, names)  # shapes only: any layout may be traced anywhere
     asked = MoEProblem(
         arch=arch_of(device),
         experts=1,  # not a matter of the call: the weights are packed
@@ -58,4 +60,4 @@ def plan_call(
     reasons = list(backend.why_not(asked))
     if reasons:
         raise Unsupported(f"{op}: layout {tag!r} cannot run here: {'; '.join(reasons)}.")
-    return CallPlan(backend, act, layout_names)
+    return CallPlan(backend, act, names)

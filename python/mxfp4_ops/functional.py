@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import token_checks
 from .eager import unobserved
 from .moe_call import at_once
+from .x_formats import FORMS, quantize
 
 
 def mxfp4_moe(
@@ -36,6 +38,7 @@ def mxfp4_moe(
     x_format: str = "none",
     weight_on_input: bool = False,
     batch_invariant: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run a mixture of experts on MXFP4 weights: ``sum_j w[t,j] (W2[e] act(W13[e] x[t] + b13[e]) + b2[e])``, e =
     ids[t,j].
@@ -47,9 +50,11 @@ def mxfp4_moe(
     topk_weights any float, used as given; codes and scales uint8 or same-byte views; expert_ids int32.
     expert_ids: the global number of each weight row; topk_ids are then global, and others than these are skipped.
     activation, alpha, beta, limit: ``mxfp4_ops.ACTIVATIONS``; None takes the activation's written default.
-    x_format: "none" multiplies every element of x at its own precision. x_scale belongs to other forms and must be
-    None. weight_on_input: the routing weight multiplies x instead of the result.
+    x_format: how x and the activation's result enter the products, ``mxfp4_ops.X_FORMATS``; "none" takes every element
+    at its own precision. x_scale: x is quantized already, as ``quant_x`` does it; the result is bfloat16 then.
+    weight_on_input: the routing weight multiplies x, before it is rounded, instead of the result.
     batch_invariant: row t has the same bits whatever the other rows and T are.
+    out: where to write the result, [T, hidden] in its dtype, any strides; it is returned. It may be x.
     Raises: ValueError for shapes and values, TypeError for dtypes, Unsupported where the layout's backend cannot run
     this here; each before any work, naming op, argument, rule and value. On a CPU ids out of range are a ValueError;
     on other devices they are skipped.
@@ -60,10 +65,13 @@ def mxfp4_moe(
         "activation": activation, "alpha": alpha, "beta": beta, "limit": limit,
         "x_format": x_format, "weight_on_input": weight_on_input, "batch_invariant": batch_invariant,
     }  # fmt: skip
+    if out is not None:
+        torch.ops.mxfp4.moe.out(*tensors, x_scale, **options, out=out)
+        return out
     if unobserved(x, topk_ids, topk_weights, w13, w13_bias, w2_bias):
-        out = at_once(*tensors, x_scale, **options)
-        if out is not None:
-            return out
+        quick = at_once(*tensors, x_scale, **options)
+        if quick is not None:
+            return quick
     result: Tensor = torch.ops.mxfp4.moe(*tensors, x_scale, **options)
     return result
 
@@ -82,22 +90,55 @@ def quant_mxfp4(x: Tensor, scale_rule: str = "even") -> tuple[Tensor, Tensor]:
     return blocks, scales
 
 
-def dequant_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def dequant_mxfp4(
+    blocks: Tensor, scales: Tensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """Expand MXFP4 to floating point.
 
     Shapes: blocks [..., n/2] uint8 or float4_e2m1fn_x2, low nibble first; scales [..., n/32] uint8 or float8_e8m0fnu.
-    Returns [..., n]. Exact for float32 and bfloat16; float16 rounds to nearest even and overflows to Inf. Scale byte
-    255 makes 32 NaNs, byte 0 is 2^-127.
+    Returns [..., n] in ``dtype``, bfloat16 by default; or ``out``, contiguous, in its own dtype, which is written
+    without other memory of that size. Exact for float32 and bfloat16; float16 rounds to nearest even and overflows to
+    Inf. Scale byte 255 makes 32 NaNs, byte 0 is 2^-127.
     Raises: ValueError when the shapes do not belong together; TypeError for other scale dtypes.
     Source: OCP Microscaling Formats (MX) v1.0, definitions of FP4 (E2M1) and of the scale (E8M0).
     """
-    return torch.ops.mxfp4.dequant(blocks, scales, dtype=dtype)
+    if out is None:
+        return torch.ops.mxfp4.dequant(blocks, scales, dtype=dtype)
+    torch.ops.mxfp4.dequant.out(blocks, scales, dtype=dtype, out=out)
+    return out
 
 
 def qdq_mxfp4(x: Tensor, scale_rule: str = "even") -> Tensor:
     """Round x to what MXFP4 can hold, in x's shape and dtype: ``dequant_mxfp4(*quant_mxfp4(x, rule), x.dtype)`` bit
     for bit."""
     return torch.ops.mxfp4.qdq(x, scale_rule=scale_rule)
+
+
+def quant_x(x: Tensor, x_format: str) -> tuple[Tensor, Tensor]:
+    """Quantize activations: what ``mxfp4_moe`` takes as x and x_scale, and does itself where it is given x alone.
+
+    Shapes: x [T, H] float32, bfloat16 or float16; returns x [T, H] (mxfp4 [T, H/2]) and x_scale [T, G], G groups a row.
+    x_format "int8": int8 and float32, groups of 32; "fp8": float8_e4m3fn and float32, groups of 128, the last one may
+    be shorter; "fp8_row": the same, one group; "mxfp8": float8_e4m3fn and E8M0 bytes, groups of 32; "mxfp4":
+    ``quant_mxfp4(x)``. Formulas: ``docs/format.md``. NaN or Inf makes its group NaN.
+    Raises: ValueError for another x_format or an H that is no multiple of 32; TypeError for other dtypes.
+    """
+    op = "mxfp4_ops.quant_x"
+    token_checks.quant_x(op, x, x_format)
+    planes, scale = quantize(x.float(), FORMS[x_format])
+    size = x.shape[1] // 2 if x_format == "mxfp4" else x.shape[1]
+    return planes.flatten(1)[:, :size].contiguous(), scale
+
+
+def finalize(rows: Tensor, row_of_slot: Tensor, topk_weights: Tensor) -> Tensor:
+    """Add up what ``torch.ops.mxfp4.moe_unfinalized`` returned: sum_j topk_weights[t, j] * rows[row_of_slot[t, j]].
+
+    Shapes: rows [R, H] float32, bfloat16 or float16; row_of_slot [T, K] int32, -1 skips the slot whatever its weight
+    holds; topk_weights [T, K] any float (ones where the weight went onto the input). Returns [T, H] in rows' dtype; the
+    sum is float32, slot after slot.
+    Raises: ValueError for shapes that differ and, on a CPU, for a row out of range; TypeError for dtypes.
+    """
+    return torch.ops.mxfp4.finalize(rows, row_of_slot, topk_weights)
 
 
 def localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:

@@ -10,22 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, token_checks
 from .call_plan import CallPlan, plan_call
 from .layout import SLOTS
-
-_OP = "mxfp4::moe"
+from .x_formats import INPUT_SCALES
 
 
 @dataclass(slots=True)
 class MoECall:
     """The arguments of ``moe``, in the schema's order."""
 
+    op: ClassVar[str] = "mxfp4::moe"  # what messages call it
     x: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
@@ -52,11 +52,24 @@ class MoECall:
     def plan(self) -> CallPlan:
         """Who runs the call; an error where its options cannot be honoured on x's device."""
         x = self.x
-        checks.x_dtype(_OP, x)
+        if self.x_scale is None:
+            token_checks.x_dtype(self.op, x)
+        else:
+            token_checks.quantized_x(self.op, x, self.x_scale, self.x_format)
         act = (self.activation, self.alpha, self.beta, self.limit)
         flags = (self.x_format, self.weight_on_input, self.batch_invariant)
         bias = self.w13_bias is not None or self.w2_bias is not None
-        return plan_call(_OP, self.layout, (self.hidden, self.intermediate, *act, *flags), bias, x.dtype, x.device)
+        options = (self.hidden, self.intermediate, *act, *flags)
+        return plan_call(self.op, self.layout, options, bias, self.dtype, x.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The result's: x's own, or bfloat16 where x comes quantized."""
+        return self.x.dtype if self.x_scale is None else torch.bfloat16
+
+    def new_rows(self, rows: int) -> Tensor:
+        """Uninitialized rows of the result."""
+        return self.x.new_empty((rows, self.hidden), dtype=self.dtype)
 
     def slots(self) -> dict[str, Tensor | None]:
         """The six packed tensors that every layout has, by name, unchecked."""
@@ -64,15 +77,27 @@ class MoECall:
 
     def check(self, plan: CallPlan) -> dict[str, Tensor | None]:
         """Refuse bad tensors; return the packed ones as backends take them."""
-        checks.x_scale(_OP, self.x_scale, self.x_format)
-        checks.moe_inputs(_OP, self.x, self.topk_ids, self.topk_weights, self.hidden)
-        checks.aux(_OP, self.aux, plan.names)
+        op = self.op
+        halves = self.x_scale is not None and self.x_format == "mxfp4"
+        token_checks.moe_inputs(op, self.x, self.topk_ids, self.topk_weights, self.hidden, packed=halves)
+        if self.x_scale is not None:
+            token_checks.x_scale(op, self.x_scale, self.x, self.x_format, self.hidden)
+        checks.aux(op, self.aux, plan.names)
+        by_name = dict(zip(plan.names[len(SLOTS) :], self.aux, strict=True))
+        token_checks.input_scales(op, by_name, self.w13)
+        scales = {name: by_name.pop(name) for name in INPUT_SCALES if name in by_name}
         sizes, gated = (self.hidden, self.intermediate), plan.activation.gated
-        tensors = self.slots() | dict(zip(plan.names[len(SLOTS) :], self.aux, strict=True))
-        packed = checks.packed(_OP, tensors, plan.backend, *sizes, gated=gated, like=self.x)
+        packed = checks.packed(op, self.slots() | by_name, plan.backend, *sizes, gated=gated, like=self.x)
         if self.expert_ids is not None:
-            checks.expert_ids(_OP, self.expert_ids, self.w13.shape[0], self.x)
-        return packed
+            token_checks.expert_ids(op, self.expert_ids, self.w13.shape[0], self.x)
+        return packed | scales
+
+    def local_ids(self) -> Tensor:
+        """topk_ids as rows of these weights, or -1; an error for ids out of range, on a CPU."""
+        if self.expert_ids is None:
+            token_checks.id_values(self.op, self.topk_ids, self.w13.shape[0])
+            return self.topk_ids
+        return localise(self.topk_ids, self.expert_ids)
 
     def run(self, plan: CallPlan, ids: Tensor, packed: Mapping[str, Tensor | None]) -> Tensor:
         return plan.backend.run(
@@ -84,6 +109,7 @@ class MoECall:
             hidden=self.hidden,
             intermediate=self.intermediate,
             x_format=self.x_format,
+            x_scale=self.x_scale,
             weight_on_input=self.weight_on_input,
             batch_invariant=self.batch_invariant,
         )
@@ -103,14 +129,35 @@ def at_once(*args: Any, **kwargs: Any) -> Tensor | None:
 def moe_fake(*args: Any, **kwargs: Any) -> Tensor:
     call = MoECall(*args, **kwargs)
     call.check(call.plan())
-    return call.x.new_empty(call.x.shape)
+    return call.new_rows(call.x.shape[0])
 
 
 def moe(*args: Any, **kwargs: Any) -> Tensor:
     call = MoECall(*args, **kwargs)
     plan = call.plan()
     out = _unchecked(call, plan)
-    return _checked(call, plan) if out is None else out
+    return _finished(call, plan, call.check(plan)) if out is None else out
+
+
+def moe_out_fake(*args: Any, out: Tensor, **kwargs: Any) -> None:
+    call = MoECall(*args, **kwargs)
+    call.check(call.plan())
+    _check_out(call, out)
+
+
+def moe_out(*args: Any, out: Tensor, **kwargs: Any) -> None:
+    """``moe`` into a caller's buffer, which may be x: it is written last."""
+    call = MoECall(*args, **kwargs)
+    plan = call.plan()
+    packed = call.check(plan)
+    _check_out(call, out)
+    out.copy_(_finished(call, plan, packed))
+
+
+def _check_out(call: MoECall, out: Tensor) -> None:
+    op = f"{call.op}.out"
+    checks.out(op, out, (call.x.shape[0], call.hidden), call.dtype, call.x)
+    checks.no_gradient(op, out, call.x, call.topk_weights, call.w13_bias, call.w2_bias)
 
 
 def _unchecked(call: MoECall, plan: CallPlan) -> Tensor | None:
@@ -121,28 +168,22 @@ def _unchecked(call: MoECall, plan: CallPlan) -> Tensor | None:
     return None
 
 
-def _checked(call: MoECall, plan: CallPlan) -> Tensor:
-    packed = call.check(plan)
+def _finished(call: MoECall, plan: CallPlan, packed: Mapping[str, Tensor | None]) -> Tensor:
     if call.x.shape[0] == 0:
-        return call.x.new_empty(call.x.shape)
-    ids = call.topk_ids
-    if call.expert_ids is None:
-        checks.id_values(_OP, ids, call.w13.shape[0])
-    else:
-        ids = localise(ids, call.expert_ids)
-    return call.run(plan, ids, packed)
+        return call.new_rows(0)
+    return call.run(plan, call.local_ids(), packed)
 
 
 def localise_fake(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
-    checks.topk_ids("mxfp4::localise", topk_ids)
-    checks.expert_ids("mxfp4::localise", expert_ids, None, topk_ids)
+    token_checks.topk_ids("mxfp4::localise", topk_ids)
+    token_checks.expert_ids("mxfp4::localise", expert_ids, None, topk_ids)
     return topk_ids.new_empty(topk_ids.shape)
 
 
 def localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
     localise_fake(topk_ids, expert_ids)
-    checks.id_values("mxfp4::localise", topk_ids, None)
-    checks.distinct("mxfp4::localise", expert_ids)
+    token_checks.id_values("mxfp4::localise", topk_ids, None)
+    token_checks.distinct("mxfp4::localise", expert_ids)
     ids = topk_ids.contiguous()
     if expert_ids.shape[0] == 0:
         return torch.full_like(ids, -1)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import token_checks
 from .activation import Activation
 from .errors import need
 from .functional import mxfp4_moe
 from .layout import SLOTS
 from .packed import PackedExperts
+from .x_formats import INPUT_SCALES
 
 _VERSION = 1
 
@@ -20,19 +22,28 @@ _VERSION = 1
 class MXFP4Experts(torch.nn.Module):
     """Experts as a layer: ``module(x, topk_ids, topk_weights)`` is one op, on packed weights that stay packed.
 
-    The packed tensors are buffers named w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, aux0, ...; an absent bias is
-    no buffer. The layout's tag, sizes and activation travel in ``state_dict`` as a uint8 tensor of JSON under
+    The packed tensors are buffers named w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, aux0, ..., w13_input_scale,
+    w2_input_scale; an absent one is no buffer. x_format, weight_on_input and batch_invariant as ``mxfp4_moe``; x comes
+    unquantized. The layout's tag, sizes and activation travel in ``state_dict`` as a uint8 tensor of JSON under
     ``_extra_state``, so a state dict holds tensors only and safetensors takes it as it is. Loading packed tensors of
     another layout is refused.
     """
 
-    def __init__(self, packed: PackedExperts, *, weight_on_input: bool = False, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        packed: PackedExperts,
+        *,
+        x_format: str = "none",
+        weight_on_input: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
         super().__init__()
+        token_checks.x_format("MXFP4Experts", x_format)
         self.layout, self.hidden, self.intermediate = packed.layout, packed.hidden, packed.intermediate
         self.activation = Activation(packed.activation, packed.alpha, packed.beta, packed.limit)
-        self.weight_on_input, self.batch_invariant = weight_on_input, batch_invariant
+        self.x_format, self.weight_on_input, self.batch_invariant = x_format, weight_on_input, batch_invariant
         self._aux_names = [f"aux{i}" for i in range(len(packed.aux))]
-        for name in SLOTS:
+        for name in (*SLOTS, *INPUT_SCALES):
             self.register_buffer(name, getattr(packed, name))
         for name, tensor in zip(self._aux_names, packed.aux, strict=True):
             self.register_buffer(name, tensor)
@@ -55,7 +66,13 @@ class MXFP4Experts(torch.nn.Module):
             alpha=act.alpha,
             beta=act.beta,
             limit=act.limit,
+            **{name: getattr(self, name) for name in INPUT_SCALES},
         )
+
+    def _aux(self) -> list[Tensor]:
+        scales = INPUT_SCALES if self.x_format == "fp8_static" else ()
+        found = [getattr(self, name) for name in (*self._aux_names, *scales)]
+        return [tensor for tensor in found if tensor is not None]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert_ids: Tensor | None = None) -> Tensor:
         """Shapes, dtypes and errors as ``mxfp4_ops.mxfp4_moe``; x may have leading dimensions [..., H], ids and
@@ -67,7 +84,7 @@ class MXFP4Experts(torch.nn.Module):
             topk_ids.reshape(-1, topk_ids.shape[-1]),
             topk_weights.reshape(-1, topk_weights.shape[-1]),
             **self._slots(),
-            aux=[getattr(self, name) for name in self._aux_names],
+            aux=self._aux(),
             expert_ids=expert_ids,
             layout=self.layout,
             hidden=self.hidden,
@@ -76,6 +93,7 @@ class MXFP4Experts(torch.nn.Module):
             alpha=act.alpha,
             beta=act.beta,
             limit=act.limit,
+            x_format=self.x_format,
             weight_on_input=self.weight_on_input,
             batch_invariant=self.batch_invariant,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ class PackedExperts:
     """Experts in one backend's layout: plain tensors, the tag that says which, and the sizes and activation they stand
     for.
 
-    Every tensor has the expert as dimension 0. Call it as a layer: ``packed(x, topk_ids, topk_weights)``. It is
-    registered as a pytree, so ``torch.compile`` and ``torch.export`` take it as an argument.
+    Every tensor has the expert as dimension 0. The input scales, float32 [E], are what x and the activation's result
+    are divided by under ``x_format="fp8_static"``; ``dataclasses.replace`` puts them in. Call it as a layer:
+    ``packed(x, topk_ids, topk_weights)``. It is registered as a pytree, so ``torch.compile`` and ``torch.export`` take
+    it as an argument.
     """
 
     w13: Tensor
@@ -38,6 +41,8 @@ class PackedExperts:
     alpha: float | None = None
     beta: float | None = None
     limit: float | None = None
+    w13_input_scale: Tensor | None = None
+    w2_input_scale: Tensor | None = None
 
     def __call__(
         self,
@@ -50,6 +55,7 @@ class PackedExperts:
         x_format: str = "none",
         weight_on_input: bool = False,
         batch_invariant: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Run ``torch.ops.mxfp4.moe`` on these experts; arguments and errors as ``mxfp4_ops.mxfp4_moe`` documents
         them."""
@@ -63,28 +69,73 @@ class PackedExperts:
             self.w2,
             self.w2_scale,
             self.w2_bias,
-            self.aux,
+            self._aux(x_format),
             expert_ids,
             x_scale,
-            layout=self.layout,
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            activation=self.activation,
-            alpha=self.alpha,
-            beta=self.beta,
-            limit=self.limit,
+            **self._options(),
+            x_format=x_format,
+            weight_on_input=weight_on_input,
+            batch_invariant=batch_invariant,
+            out=out,
+        )
+
+    def unfinalized(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        expert_ids: Tensor | None = None,
+        x_scale: Tensor | None = None,
+        x_format: str = "none",
+        weight_on_input: bool = False,
+        batch_invariant: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Run ``torch.ops.mxfp4.moe_unfinalized``: the experts' outputs before the weighted sum, which ``finalize``
+        makes.
+
+        Returns rows [R, H] in the result's dtype, biases included, and row_of_slot [T, K] int32, -1 for a skipped slot.
+        topk_weights go into the rows only with ``weight_on_input``. Arguments and errors as ``mxfp4_moe``.
+        """
+        rows, row_of_slot = torch.ops.mxfp4.moe_unfinalized(
+            x,
+            topk_ids,
+            topk_weights,
+            *(getattr(self, name) for name in SLOTS),
+            self._aux(x_format),
+            expert_ids,
+            x_scale,
+            **self._options(),
             x_format=x_format,
             weight_on_input=weight_on_input,
             batch_invariant=batch_invariant,
         )
+        return rows, row_of_slot
+
+    def _aux(self, x_format: str) -> list[Tensor]:
+        """What follows the six tensors: the layout's own, and the scales of the one form of x that has them here."""
+        scales = (self.w13_input_scale, self.w2_input_scale) if x_format == "fp8_static" else ()
+        return [*self.aux, *(s for s in scales if s is not None)]
+
+    def _options(self) -> dict[str, Any]:
+        """What the ops must know of the bytes."""
+        return {
+            "layout": self.layout,
+            "hidden": self.hidden,
+            "intermediate": self.intermediate,
+            "activation": self.activation,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "limit": self.limit,
+        }
 
     @property
     def gated(self) -> bool:
         return Activation(self.activation).gated
 
     def tensors(self) -> list[Tensor]:
-        """Six slots, then aux, as the ops take and return them: an absent tensor has size zero, with dimension 0 =
-        E."""
+        """Six slots, then the layout's aux, as the ops take and return them: an absent tensor has size zero, with
+        dimension 0 = E."""
         return [self._slot(name) for name in SLOTS] + list(self.aux)
 
     def _slot(self, name: str) -> Tensor:

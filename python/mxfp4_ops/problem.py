@@ -10,9 +10,7 @@ from ._extension import cpu_isa
 from .activation import Activation, resolve
 from .errors import dtype_name, need, need_type
 from .format import FLOAT_DTYPES, need_blocks
-
-# How x enters the products. Only "none" (each element at its own precision) is defined so far.
-X_FORMATS = ("none",)
+from .x_formats import X_FORMATS
 
 
 def arch_of(device: torch.device | str) -> str:

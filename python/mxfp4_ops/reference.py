@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .activation import Resolved
 from .format import dequant
+from .x_formats import expand_x, round_static, round_x
 
 
 def _product(rows: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
@@ -16,6 +17,24 @@ def _product(rows: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
             torch.stack([(weight * row).sum(-1) for row in rows]) if len(rows) else rows.new_empty(0, weight.shape[0])
         )
     return rows @ weight.t()
+
+
+def _entered(rows: Tensor, x_format: str, input_scale: Tensor | None) -> Tensor:
+    """float32 rows as they enter a product."""
+    if x_format == "none":
+        return rows
+    return round_x(rows, x_format) if input_scale is None else round_static(rows, input_scale)
+
+
+def _first_product(
+    rows: Tensor, weight: Tensor | None, w13: Tensor, x_format: str, input_scale: Tensor | None, batch_invariant: bool
+) -> Tensor:
+    """W13 times rows, each times its routing weight if there is one: before it is rounded, where it is."""
+    if weight is None:
+        return _product(_entered(rows, x_format, input_scale), w13, batch_invariant)
+    if x_format == "none":
+        return _product(rows, w13, batch_invariant) * weight
+    return _product(_entered(rows * weight, x_format, input_scale), w13, batch_invariant)
 
 
 def moe(
@@ -28,21 +47,30 @@ def moe(
     w2: Tensor,
     w2_scale: Tensor,
     w2_bias: Tensor | None,
-    activation: Resolved,
+    w13_input_scale: Tensor | None = None,
+    w2_input_scale: Tensor | None = None,
     *,
+    x_scale: Tensor | None,
+    activation: Resolved,
+    x_format: str,
     weight_on_input: bool,
     batch_invariant: bool,
 ) -> Tensor:
     """Compute sum_j weight[t, j] * (W2[e] act(W13[e] x[t] + b13[e]) + b2[e]) over the experts e = ids[t, j] that are
     not -1.
 
-    Shapes: x [T, H]; topk_ids, topk_weights [T, K]; canonical weights (``docs/layouts.md``). Returns [T, H] in x's
-    dtype. Sums are float32; the activation's result is rounded once, to bfloat16, unless x is float32. With
-    ``weight_on_input`` the routing weight multiplies x, that is the first product before its bias, and nothing after.
+    Shapes: x [T, H], or quantized with x_scale; topk_ids, topk_weights [T, K]; canonical weights (``docs/layouts.md``).
+    Returns [T, H] in x's dtype, bfloat16 for quantized x. Sums are float32. With ``x_format`` "none" the activation's
+    result is rounded once, to bfloat16, unless x is float32; otherwise as x is, from float32. With ``weight_on_input``
+    the routing weight multiplies x, before it is rounded, and nothing after; x that came quantized is not rounded
+    again, there it multiplies the product.
     """
     tokens, top_k = topk_ids.shape
-    xs, ids, weights = x.float(), topk_ids.flatten(), topk_weights.float().flatten()
-    rows = xs.new_zeros(tokens * top_k, x.shape[1])
+    hidden, dtype = w2.shape[1], x.dtype if x_scale is None else torch.bfloat16
+    xs = x.float() if x_scale is None else expand_x(x, x_scale, x_format, hidden)
+    first_format = x_format if x_scale is None else "none"
+    ids, weights = topk_ids.flatten(), topk_weights.float().flatten()
+    rows = xs.new_zeros(tokens * top_k, hidden)
     for e in range(w13.shape[0]):
         chosen = ids == e
         # On a CPU only the expert's own slots are computed. Elsewhere the host may not read ids (CUDA graphs), so each
@@ -51,12 +79,16 @@ def moe(
         if slots.numel() == 0:
             continue
         weight = weights[slots, None]
-        h = _product(xs[slots // top_k], dequant(w13[e], w13_scale[e], torch.float32), batch_invariant)
-        h = h * weight if weight_on_input else h
+        scale13, scale2 = (None if s is None else s[e] for s in (w13_input_scale, w2_input_scale))
+        up = dequant(w13[e], w13_scale[e], torch.float32)
+        on_input = weight if weight_on_input else None
+        h = _first_product(xs[slots // top_k], on_input, up, first_format, scale13, batch_invariant)
         a = activation(h if w13_bias is None else h + w13_bias[e].float())
-        a = a if x.dtype is torch.float32 else a.to(torch.bfloat16).float()
-        y = _product(a, dequant(w2[e], w2_scale[e], torch.float32), batch_invariant)
+        if x_format == "none" and dtype is not torch.float32:
+            a = a.to(torch.bfloat16).float()
+        down = dequant(w2[e], w2_scale[e], torch.float32)
+        y = _product(_entered(a, x_format, scale2), down, batch_invariant)
         y = y if w2_bias is None else y + w2_bias[e].float()
         y = y if weight_on_input else y * weight
         rows[slots] = torch.where(chosen[slots, None], y, rows[slots])
-    return rows.view(tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
+    return rows.view(tokens, top_k, hidden).sum(1).to(dtype)

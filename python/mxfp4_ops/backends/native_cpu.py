@@ -127,6 +127,7 @@ def _run(
     hidden: int,
     intermediate: int,
     x_format: str,
+    x_scale: Tensor | None,
     weight_on_input: bool,
     batch_invariant: bool,
 ) -> Tensor:

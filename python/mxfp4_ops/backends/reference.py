@@ -11,7 +11,7 @@ from .. import reference
 from ..activation import Resolved
 from ..layout import Layout, canonical_specs
 from ..problem import MoEProblem
-from .base import Backend, Packed, need_x_format
+from .base import Backend, Packed
 
 
 def _as_is(tensors: Mapping[str, Tensor], gated: bool) -> dict[str, Tensor]:
@@ -19,7 +19,7 @@ def _as_is(tensors: Mapping[str, Tensor], gated: bool) -> dict[str, Tensor]:
 
 
 def _why_not(problem: MoEProblem) -> Iterator[str]:
-    yield from need_x_format(problem, "none")
+    yield from ()  # whatever a MoEProblem may say
 
 
 def _run(
@@ -32,16 +32,19 @@ def _run(
     hidden: int,
     intermediate: int,
     x_format: str,
+    x_scale: Tensor | None,
     weight_on_input: bool,
     batch_invariant: bool,
 ) -> Tensor:
-    weights_by_slot: dict[str, Any] = dict(packed)  # aux is empty: the check made sure
+    by_name: dict[str, Any] = dict(packed)  # the six, and the input scales where x_format has them
     return reference.moe(
         x,
         ids,
         weights,
-        **weights_by_slot,
+        **by_name,
+        x_scale=x_scale,
         activation=activation,
+        x_format=x_format,
         weight_on_input=weight_on_input,
         batch_invariant=batch_invariant,
     )

@@ -1,0 +1,49 @@
+"""The rules that every op's tensors obey, each with its sentence: dtype, shape, dimensions, device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import dtype_name, need, need_type
+
+_CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
+_SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def need_dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
+    need_type(
+        tensor.dtype in allowed,
+        lambda: f"{op}: {name} must be {' or '.join(map(dtype_name, allowed))}, got {dtype_name(tensor.dtype)}.",
+    )
+
+
+def need_float(op: str, name: str, tensor: Tensor) -> None:
+    need_type(
+        tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1,
+        lambda: f"{op}: {name} must be a float dtype, got {dtype_name(tensor.dtype)}.",
+    )
+
+
+def need_bytes(op: str, name: str, tensor: Tensor) -> None:
+    need_dtype(op, name, tensor, _SCALE_DTYPES if name.endswith("scale") or name == "scales" else _CODE_DTYPES)
+
+
+def need_device(op: str, name: str, tensor: Tensor, like: Tensor, of: str = "x's") -> None:
+    need(
+        tensor.device == like.device,
+        lambda: f"{op}: {name} must be on {of} device {like.device}, got {tensor.device}.",
+    )
+
+
+def need_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], label: str, remedy: str = "") -> None:
+    need(
+        tensor.shape == tuple(wanted),
+        lambda: f"{op}: {name} must be {label} = {list(wanted)}, got {list(tensor.shape)}.{remedy}",
+    )
+
+
+def need_dims(op: str, name: str, tensor: Tensor, dims: int, label: str) -> None:
+    need(tensor.dim() == dims, lambda: f"{op}: {name} must be {label}, got {list(tensor.shape)}.")

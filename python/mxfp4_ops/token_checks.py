@@ -1,0 +1,185 @@
+"""Checks of what comes with tokens: x and its quantized forms, ids, routing weights, logits.
+
+As in ``checks.py`` nothing branches on the number of tokens. The functions that say so read data, on a CPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from .arguments import need_device, need_dims, need_dtype, need_float, need_shape
+from .errors import need
+from .format import FLOAT_DTYPES, need_blocks
+from .x_formats import FORMS, INPUT_SCALES, X_FORMATS, XFormat
+
+_ID_DTYPES = (torch.int32, torch.int64)
+_FEW_IDS = 64
+_METHODS = ("softmax_topk", "topk_softmax")
+
+
+def x_format(op: str, name: str) -> None:
+    need(name in X_FORMATS, lambda: f"{op}: x_format must be one of {', '.join(X_FORMATS)}, got {name!r}.")
+
+
+def x_dtype(op: str, x: Tensor) -> None:
+    need_dtype(op, "x", x, FLOAT_DTYPES)
+
+
+def quantized_x(op: str, x: Tensor, scale: Tensor, name: str) -> None:
+    """x and x_scale where x comes quantized: the form must allow it, and the dtypes be those of the form."""
+    x_format(op, name)
+    form = FORMS.get(name)
+    dtypes = () if form is None else form.x_dtypes
+    need(bool(dtypes), lambda: f"{op}: x_scale must be None for x_format {name!r}, which takes x in its own dtype.")
+    need_dtype(op, "x", x, dtypes)
+    need_dtype(op, "x_scale", scale, cast(XFormat, form).scale_dtypes)
+
+
+def quant_x(op: str, x: Tensor, name: str) -> None:
+    known = [n for n, form in FORMS.items() if form.x_dtypes]
+    need(name in known, lambda: f"{op}: x_format must be one of {', '.join(known)}, got {name!r}.")
+    x_dtype(op, x)
+    need_dims(op, "x", x, 2, "[T, H]")
+    need_blocks(op, "H, the last dimension of x,", x.shape[1])
+
+
+def x_scale(op: str, scale: Tensor, x: Tensor, name: str, hidden: int) -> None:
+    scales = FORMS[name].scales_of(hidden)
+    need_device(op, "x_scale", scale, x)
+    need(
+        scale.shape == (x.shape[0], scales),
+        lambda: (
+            f"{op}: x_scale must be [T, {scales}] with T = {x.shape[0]} for x_format {name!r} and H = {hidden}, "
+            f"got {list(scale.shape)}."
+        ),
+    )
+
+
+def moe_inputs(op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, hidden: int, *, packed: bool) -> None:
+    """``packed``: two elements of x lie in a byte."""
+    label, columns = ("[T, H/2]", hidden // 2) if packed else ("[T, H]", hidden)
+    need(
+        x.dim() == 2 and bool(x.shape[1] == columns),
+        lambda: f"{op}: x must be {label} with H = hidden = {hidden}, got {list(x.shape)}.",
+    )
+    need_dtype(op, "topk_ids", topk_ids, _ID_DTYPES)
+    need_float(op, "topk_weights", topk_weights)
+    _per_token(op, "topk_ids", topk_ids, x)
+    _per_token(op, "topk_weights", topk_weights, x)
+    need(
+        topk_weights.shape[1] == topk_ids.shape[1],
+        lambda: (
+            f"{op}: topk_weights must have the K = {topk_ids.shape[1]} of topk_ids, got {list(topk_weights.shape)}."
+        ),
+    )
+    need(topk_ids.shape[1] > 0, lambda: f"{op}: topk_ids must have at least one column, got {list(topk_ids.shape)}.")
+
+
+def _per_token(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    need_dims(op, name, tensor, 2, "[T, K]")
+    need(
+        tensor.shape[0] == x.shape[0],
+        lambda: f"{op}: {name} must be [T, K] with T = {x.shape[0]} as in x, got {list(tensor.shape)}.",
+    )
+    need_device(op, name, tensor, x)
+
+
+def expert_ids(op: str, ids: Tensor, experts: int | torch.SymInt | None, like: Tensor) -> None:
+    need_dtype(op, "expert_ids", ids, (torch.int32,))
+    need_dims(op, "expert_ids", ids, 1, "[E]")
+    if experts is not None:
+        need(
+            ids.shape[0] == experts,
+            lambda: f"{op}: expert_ids must name one expert for each of the {experts} in w13, got {ids.shape[0]}.",
+        )
+    need_device(op, "expert_ids", ids, like)
+
+
+def topk_ids(op: str, ids: Tensor) -> None:
+    need_dtype(op, "topk_ids", ids, _ID_DTYPES)
+
+
+def _low_high(values: Tensor) -> tuple[int, int]:
+    """The least and the largest of a CPU tensor; (0, -1) elsewhere, where reading would wait for the device."""
+    if values.device.type != "cpu" or values.numel() == 0:
+        return 0, -1
+    if values.numel() <= _FEW_IDS:  # a decode step: plain Python is quicker than a kernel and two reads of its result
+        plain = values.flatten().tolist()
+        return min(plain), max(plain)
+    low, high = torch.aminmax(values)
+    return int(low), int(high)
+
+
+def id_values(op: str, ids: Tensor, experts: int | None) -> None:
+    """Refuse an id outside -1..E-1, on a CPU; None stands for no upper bound."""
+    low, high = _low_high(ids)
+    need(low >= -1, lambda: f"{op}: topk_ids must be -1 (skip) or an expert, got {low}.")
+    if experts is not None:
+        need(high < experts, lambda: f"{op}: topk_ids must be below the number of experts E = {experts}, got {high}.")
+
+
+def row_values(op: str, places: Tensor, rows: int) -> None:
+    """Refuse a place outside -1..R-1, on a CPU."""
+    low, high = _low_high(places)
+    need(
+        low >= -1 and high < rows,
+        lambda: f"{op}: row_of_slot must be -1 (skip) or a row below R = {rows}, got {low if low < -1 else high}.",
+    )
+
+
+def finalize(op: str, rows: Tensor, row_of_slot: Tensor, topk_weights: Tensor) -> None:
+    need_dtype(op, "rows", rows, FLOAT_DTYPES)
+    need_dims(op, "rows", rows, 2, "[R, H]")
+    need_dtype(op, "row_of_slot", row_of_slot, (torch.int32,))
+    need_dims(op, "row_of_slot", row_of_slot, 2, "[T, K]")
+    need_float(op, "topk_weights", topk_weights)
+    need_shape(op, "topk_weights", topk_weights, row_of_slot.shape, "the shape of row_of_slot")
+    need_device(op, "row_of_slot", row_of_slot, rows, "rows'")
+    need_device(op, "topk_weights", topk_weights, rows, "rows'")
+
+
+def distinct(op: str, ids: Tensor) -> None:
+    """Refuse an expert named twice, which would count twice in a sum over ranks. CPU tensors only."""
+    if ids.device.type != "cpu":
+        return
+    values = ids.sort().values
+    twice = values[1:][values[1:] == values[:-1]].tolist()
+    need(not twice, lambda: f"{op}: expert_ids must not repeat, got {twice[0]} more than once.")
+
+
+def route(op: str, logits: Tensor, top_k: int, method: str, renormalize: bool) -> None:
+    need_float(op, "logits", logits)
+    need_dims(op, "logits", logits, 2, "[T, E]")
+    need(method in _METHODS, lambda: f"{op}: method must be one of {', '.join(_METHODS)}, got {method!r}.")
+    need(
+        top_k > 0 and bool(top_k <= logits.shape[1]),
+        lambda: f"{op}: top_k must be between 1 and the number of experts {logits.shape[1]}, got {top_k}.",
+    )
+    need(
+        renormalize or method != "topk_softmax",
+        lambda: f"{op}: renormalize must be True for method 'topk_softmax', whose weights sum to 1 by definition.",
+    )
+
+
+def route_unused(op: str, method: str, tensors: Mapping[str, Tensor | None], groups: int, topk_groups: int) -> None:
+    """Refuse what the softmax methods have no use for: it may not be ignored."""
+    given = [name for name, tensor in tensors.items() if tensor is not None]
+    need(not given, lambda: f"{op}: {given[0]} must be None for method {method!r}, which does not use it.")
+    need(
+        groups == 1 and topk_groups == 1,
+        lambda: f"{op}: groups and topk_groups must be 1 for method {method!r}, got {groups} and {topk_groups}.",
+    )
+
+
+def input_scales(op: str, tensors: Mapping[str, Tensor | None], w13: Tensor) -> None:
+    """The scales of x_format "fp8_static", where the call has them."""
+    for name in INPUT_SCALES:
+        scale = tensors.get(name)
+        if scale is not None:
+            need_dtype(op, name, scale, (torch.float32,))
+            need_shape(op, name, scale, (w13.shape[0],), "[E]")
+            need_device(op, name, scale, w13, "w13's")
