@@ -30,7 +30,7 @@ LAYERS = (
     ("moe_call",),
     ("unfinalized",),
     ("_ops", "functional"),
-    ("autograd", "packed"),
+    ("autograd", "debug", "packed"),
     ("nn", "prepare"),
     ("checkpoint",),
     ("integrations.*",),

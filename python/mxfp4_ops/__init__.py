@@ -8,6 +8,7 @@ from . import _ops as _ops  # defines the ops
 from . import autograd as autograd
 from .activation import ACTIVATIONS, Activation
 from .backends import BACKENDS, Backend, Tolerance
+from .debug import debug
 from .dispatch import explain, select
 from .errors import Unsupported
 from .experts import ExpertWeights
@@ -36,6 +37,7 @@ __all__ = [
     "Tolerance",
     "Unsupported",
     "arch_of",
+    "debug",
     "dequant_mxfp4",
     "explain",
     "finalize",
