@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # folder.
 LAYERS = (
     ("errors", "_schemas", "eager"),
-    ("_extension", "format", "activation", "layout"),
+    ("_extension", "argument_checks", "format", "activation", "layout", "routing"),
     ("reference", "problem", "experts"),
     ("backends.base",),
     ("backends.*",),
@@ -26,7 +26,7 @@ LAYERS = (
     ("dispatch", "packing"),
     ("checks",),
     ("call_plan",),
-    ("moe_call",),
+    ("moe_call", "route_call", "packed_topk"),
     ("_ops", "functional"),
     ("autograd", "packed"),
     ("nn", "prepare"),

@@ -15,6 +15,7 @@ from .functional import dequant_mxfp4, localise, mxfp4_moe, qdq_mxfp4, quant_mxf
 from .layout import Layout, TensorSpec
 from .nn import MXFP4Experts
 from .packed import PackedExperts
+from .packed_topk import pack_topk, unpack_topk
 from .prepare import prepare, problem_of, repack_expert, unprepare
 from .problem import MoEProblem, arch_of
 
@@ -38,6 +39,7 @@ __all__ = [
     "explain",
     "localise",
     "mxfp4_moe",
+    "pack_topk",
     "prepare",
     "problem_of",
     "qdq_mxfp4",
@@ -45,5 +47,6 @@ __all__ = [
     "repack_expert",
     "route",
     "select",
+    "unpack_topk",
     "unprepare",
 ]

@@ -13,6 +13,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .argument_checks import extremes
+from .argument_checks import need_device as _device
+from .argument_checks import need_dims as _dims
+from .argument_checks import need_dtype as _dtype
+from .argument_checks import need_float as _float
+from .argument_checks import need_shape as _shape
 from .backends import Backend
 from .errors import dtype_name, need, need_type
 from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes, need_blocks
@@ -22,45 +28,12 @@ _CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 _BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ID_DTYPES = (torch.int32, torch.int64)
-_FEW_IDS = 64
-_METHODS = ("softmax_topk", "topk_softmax")
 _LABELS = {"w13": "[E, S*I, H/2]", "w13_scale": "[E, S*I, H/32]", "w2": "[E, H, I/2]", "w2_scale": "[E, H, I/32]"}
 _LABELS |= {"w13_bias": "[E, S*I]", "w2_bias": "[E, H]"}
 
 
-def _dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
-    need_type(
-        tensor.dtype in allowed,
-        lambda: f"{op}: {name} must be {' or '.join(map(dtype_name, allowed))}, got {dtype_name(tensor.dtype)}.",
-    )
-
-
-def _float(op: str, name: str, tensor: Tensor) -> None:
-    need_type(
-        tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1,
-        lambda: f"{op}: {name} must be a float dtype, got {dtype_name(tensor.dtype)}.",
-    )
-
-
 def _bytes(op: str, name: str, tensor: Tensor) -> None:
     _dtype(op, name, tensor, _SCALE_DTYPES if name.endswith("scale") or name == "scales" else _CODE_DTYPES)
-
-
-def _device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
-    need(
-        tensor.device == like.device, lambda: f"{op}: {name} must be on x's device {like.device}, got {tensor.device}."
-    )
-
-
-def _shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], label: str, remedy: str = "") -> None:
-    need(
-        tensor.shape == tuple(wanted),
-        lambda: f"{op}: {name} must be {label} = {list(wanted)}, got {list(tensor.shape)}.{remedy}",
-    )
-
-
-def _dims(op: str, name: str, tensor: Tensor, dims: int, label: str) -> None:
-    need(tensor.dim() == dims, lambda: f"{op}: {name} must be {label}, got {list(tensor.shape)}.")
 
 
 def scale_rule(op: str, rule: str, name: str = "scale_rule") -> None:
@@ -269,11 +242,7 @@ def id_values(op: str, ids: Tensor, experts: int | None) -> None:
     """Refuse an id outside -1..E-1. Reads data, so it runs on CPU tensors only; None stands for no upper bound."""
     if ids.device.type != "cpu" or ids.numel() == 0:
         return
-    if ids.numel() <= _FEW_IDS:  # a decode step: plain Python is quicker than a kernel and two reads of its result
-        values = ids.flatten().tolist()
-        low, high = min(values), max(values)
-    else:
-        low, high = (int(v) for v in torch.aminmax(ids))
+    low, high = extremes(ids)
     need(low >= -1, lambda: f"{op}: topk_ids must be -1 (skip) or an expert, got {low}.")
     if experts is not None:
         need(high < experts, lambda: f"{op}: topk_ids must be below the number of experts E = {experts}, got {high}.")
@@ -286,30 +255,6 @@ def distinct(op: str, ids: Tensor) -> None:
     values = ids.sort().values
     twice = values[1:][values[1:] == values[:-1]].tolist()
     need(not twice, lambda: f"{op}: expert_ids must not repeat, got {twice[0]} more than once.")
-
-
-def route(op: str, logits: Tensor, top_k: int, method: str, renormalize: bool) -> None:
-    _float(op, "logits", logits)
-    _dims(op, "logits", logits, 2, "[T, E]")
-    need(method in _METHODS, lambda: f"{op}: method must be one of {', '.join(_METHODS)}, got {method!r}.")
-    need(
-        top_k > 0 and bool(top_k <= logits.shape[1]),
-        lambda: f"{op}: top_k must be between 1 and the number of experts {logits.shape[1]}, got {top_k}.",
-    )
-    need(
-        renormalize or method != "topk_softmax",
-        lambda: f"{op}: renormalize must be True for method 'topk_softmax', whose weights sum to 1 by definition.",
-    )
-
-
-def route_unused(op: str, method: str, tensors: Mapping[str, Tensor | None], groups: int, topk_groups: int) -> None:
-    """Refuse what the softmax methods have no use for: it may not be ignored."""
-    given = [name for name, tensor in tensors.items() if tensor is not None]
-    need(not given, lambda: f"{op}: {given[0]} must be None for method {method!r}, which does not use it.")
-    need(
-        groups == 1 and topk_groups == 1,
-        lambda: f"{op}: groups and topk_groups must be 1 for method {method!r}, got {groups} and {topk_groups}.",
-    )
 
 
 def one_expert_stack(op: str, weights: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
