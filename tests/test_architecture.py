@@ -18,8 +18,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # folder.
 LAYERS = (
     ("errors", "_schemas", "eager"),
-    ("_extension", "format", "activation", "layout"),
-    ("x_formats", "arguments"),
+    ("_extension", "argument_checks", "format", "activation", "layout", "routing"),
+    ("x_formats",),
     ("reference", "problem", "experts"),
     ("backends.base",),
     ("backends.*",),
@@ -27,7 +27,7 @@ LAYERS = (
     ("dispatch", "packing"),
     ("checks", "token_checks"),
     ("call_plan",),
-    ("moe_call",),
+    ("moe_call", "route_call", "packed_topk"),
     ("unfinalized",),
     ("_ops", "functional"),
     ("autograd", "debug", "packed"),

@@ -9,9 +9,11 @@ from typing import Any
 import mxfp4_ops
 import pytest
 import torch
-from mxfp4_ops import Activation, PackedExperts, _ops, _schemas, prepare
+from mxfp4_ops import Activation, PackedExperts, _schemas, prepare
 from mxfp4_ops.backends import Backend
 from mxfp4_ops.moe_call import MoECall
+from mxfp4_ops.route_call import RouteCall
+from mxfp4_ops.routing import METHODS
 from problems import TINY, Problem, inputs, moe_call, weights
 from torch import Tensor
 
@@ -125,25 +127,21 @@ def test_opcheck_localise(device: str, dtype: torch.dtype) -> None:
     assert (OPS.localise(strided(ids), mine[:0]) == -1).all()
 
 
-@pytest.mark.parametrize("method", ["softmax_topk", "topk_softmax"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_opcheck_route(device: str, method: str, tokens: int) -> None:
-    logits = torch.randn(tokens, 7, device=device)
-    opcheck(OPS.route, (logits, None, None, None, 3), {"method": method})
-    opcheck(OPS.route, (strided(logits), None, None, None, 7), {"method": method, "scale": 2.5})
-
-
-def test_route_by_hand(device: str) -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]], device=device).log1p()  # exp gives 1, 3, 2, 3: a tie at the top
-    ids, wts = OPS.route(logits, None, None, None, 2, renormalize=False)
-    assert ids.tolist() == [[1, 3]] and ids.dtype is torch.int32 and wts.dtype is torch.float32
-    assert wts[0].tolist() == pytest.approx([3 / 9, 3 / 9])
-    assert OPS.route(logits, None, None, None, 3)[0].tolist() == [[1, 3, 2]]
-    for method in ("softmax_topk", "topk_softmax"):
-        wts = OPS.route(logits.bfloat16(), None, None, None, 3, method=method, scale=2.0)[1]
-        assert wts[0].tolist() == pytest.approx([6 / 8, 6 / 8, 4 / 8], rel=1e-2)
-    ids = mxfp4_ops.route(torch.zeros(2, 64, device=device), 32)[0]
-    assert ids.tolist() == [list(range(32))] * 2
+    logits, bias = torch.randn(tokens, 8, device=device), torch.randn(8, device=device)
+    options = {"method": method, "renormalize": METHODS[method].renormalize is not False}
+    opcheck(OPS.route, (logits, None, None, None, 3), options)
+    opcheck(OPS.route, (strided(logits).bfloat16(), None, None, None, 8), {**options, "scale": 2.5})
+    if METHODS[method].bias:
+        opcheck(OPS.route, (logits, strided(bias), None, None, 3), {**options, "renormalize": False})
+    if METHODS[method].groups:
+        opcheck(OPS.route, (logits, bias, None, None, 3), {**options, "groups": 4, "topk_groups": 2})
+    if METHODS[method].hash_table:
+        ids = torch.arange(tokens, device=device) % 4
+        table = torch.randint(8, (4, 3), dtype=torch.int32, device=device)
+        opcheck(OPS.route, (logits, None, strided(ids), strided(table), 3), options)
 
 
 def test_leaves_have_true_fakes() -> None:
@@ -156,6 +154,8 @@ def test_leaves_have_true_fakes() -> None:
         (OPS._native_quant, (x, 0)),
         (OPS._native_dequant, (blocks, scales, torch.bfloat16)),
         (OPS._native_qdq, (x, 2)),
+        (OPS._native_route, (x, torch.zeros(64), None, 4, 1, 8, 2, True, 2.0)),
+        (OPS._native_route, (x, None, torch.tensor([[3], [-1], [63]], dtype=torch.int32), 1, 2, 1, 1, False, 1.0)),
     ):
         opcheck(op, args)
 
@@ -164,7 +164,7 @@ def fake_arguments(call: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(call).parameters.values()]
 
 
-@pytest.mark.parametrize(("name", "call"), [("moe", MoECall), ("route", _ops._RouteCall)])
+@pytest.mark.parametrize(("name", "call"), [("moe", MoECall), ("route", RouteCall)])
 def test_call_records_have_the_schema_s_arguments(name: str, call: Any) -> None:
     schema = getattr(OPS, name).default._schema
     assert [a.name for a in schema.arguments] == fake_arguments(call)

@@ -114,7 +114,7 @@ def test_m3_dequant_out_takes_no_memory_of_its_own(native: bool, monkeypatch: py
     from mxfp4_ops import _ops
 
     if not native:
-        monkeypatch.setattr(_ops, "_native", lambda x: False)
+        monkeypatch.setattr(_ops, "runs_native", lambda x: False)
     blocks = torch.zeros(1024, 8192, dtype=torch.uint8)
     scales = torch.full((1024, 512), 127, dtype=torch.uint8)
     out = torch.empty(1024, 16384)  # 64 MiB

@@ -17,6 +17,7 @@
 #include "isa.h"
 #include "moe.h"
 #include "parallel_tasks.h"
+#include "route.h"
 
 namespace mxfp4::cpu {
 namespace {
@@ -242,6 +243,48 @@ Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_we
     return out;
 }
 
+void check_route(const Tensor& logits, const std::optional<Tensor>& bias, const std::optional<Tensor>& given,
+                 int64_t top_k, int64_t score, int64_t groups, int64_t topk_groups) {
+    require(logits.dim() == 2, "dimensions");
+    const int64_t tokens = logits.size(0), experts = logits.size(1);
+    require(is_plain(logits, {tokens, experts}) && experts <= INT32_MAX, "logits");
+    require(groups > 0 && experts % groups == 0 && topk_groups > 0 && topk_groups <= groups, "groups");
+    require(top_k > 0 && top_k <= experts / groups * topk_groups, "top_k");
+    require(score >= 0 && score <= static_cast<int64_t>(Score::sqrtsoftplus), "score");
+    require(!bias.has_value() || (bias->scalar_type() == ScalarType::Float && is_plain(*bias, {experts})), "bias");
+    if (!given.has_value()) return;
+    require(given->scalar_type() == ScalarType::Int && is_plain(*given, {tokens, top_k}), "given experts");
+    const auto* ids = static_cast<const int32_t*>(given->const_data_ptr());
+    for (int64_t i = 0; i < tokens * top_k; i++) require(ids[i] >= -1 && ids[i] < experts, "expert id");
+}
+
+std::tuple<Tensor, Tensor> native_route(const Tensor& logits, const std::optional<Tensor>& bias,
+                                        const std::optional<Tensor>& given, int64_t top_k, int64_t score,
+                                        int64_t groups, int64_t topk_groups, bool renormalize, double scale) {
+    check_route(logits, bias, given, top_k, score, groups, topk_groups);
+    const Threads threads = torch_threads();
+    Tensor ids = empty({logits.size(0), top_k}, aoti_torch_dtype_int32());
+    Tensor weights = empty({logits.size(0), top_k}, aoti_torch_dtype_float32());
+    RouteArgs args{};
+    args.tokens = logits.size(0);
+    args.experts = logits.size(1);
+    args.top_k = top_k;
+    args.groups = groups;
+    args.topk_groups = topk_groups;
+    args.score = static_cast<Score>(score);
+    args.renormalize = renormalize;
+    args.scale = static_cast<float>(scale);
+    args.dtype = dtype_of(logits.scalar_type());
+    args.logits = logits.const_data_ptr();
+    args.bias = bias.has_value() ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+    args.given = given.has_value() ? static_cast<const int32_t*>(given->const_data_ptr()) : nullptr;
+    args.ids = static_cast<int32_t*>(ids.mutable_data_ptr());
+    args.weights = static_cast<float*>(weights.mutable_data_ptr());
+    Tensor workspace = empty({route_workspace_bytes(args, threads.count)}, aoti_torch_dtype_uint8());
+    route(kernels(), args, workspace.mutable_data_ptr(), threads);
+    return {ids, weights};
+}
+
 std::string native_cpu_isa() {
     return kernels().name;
 }
@@ -251,6 +294,7 @@ std::string native_cpu_isa() {
 
 STABLE_TORCH_LIBRARY_IMPL(mxfp4, CPU, m) {
     m.impl("_native_moe", TORCH_BOX(&mxfp4::cpu::native_moe));
+    m.impl("_native_route", TORCH_BOX(&mxfp4::cpu::native_route));
     m.impl("_native_quant", TORCH_BOX(&mxfp4::cpu::native_quant));
     m.impl("_native_dequant", TORCH_BOX(&mxfp4::cpu::native_dequant));
     m.impl("_native_dequant_out", TORCH_BOX(&mxfp4::cpu::native_dequant_out));

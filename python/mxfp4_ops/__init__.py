@@ -16,6 +16,7 @@ from .functional import dequant_mxfp4, finalize, localise, mxfp4_moe, qdq_mxfp4,
 from .layout import Layout, TensorSpec
 from .nn import MXFP4Experts
 from .packed import PackedExperts
+from .packed_topk import pack_topk, unpack_topk
 from .prepare import prepare, problem_of, repack_expert, unprepare
 from .problem import MoEProblem, arch_of
 from .x_formats import X_FORMATS
@@ -43,6 +44,7 @@ __all__ = [
     "finalize",
     "localise",
     "mxfp4_moe",
+    "pack_topk",
     "prepare",
     "problem_of",
     "qdq_mxfp4",
@@ -51,5 +53,6 @@ __all__ = [
     "repack_expert",
     "route",
     "select",
+    "unpack_topk",
     "unprepare",
 ]

@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _FOLDER = Path(__file__).parent
 
@@ -34,3 +35,8 @@ def cpu_isa() -> str:
     Raises RuntimeError, listing what this CPU has, when MXFP4_CPU_ISA names another one.
     """
     return "torch" if load_cpu() else str(torch.ops.mxfp4._native_cpu_isa())
+
+
+def runs_native(x: Tensor) -> bool:
+    """Whether the compiled leaves run on x's device."""
+    return x.device.type == "cpu" and cpu_isa() != "torch"  # an error here, should MXFP4_CPU_ISA be wrong

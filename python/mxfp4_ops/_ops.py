@@ -16,24 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _schemas, checks, format, packing, token_checks
-from ._extension import cpu_isa
+from . import _schemas, checks, format, packing
+from ._extension import cpu_isa, runs_native
 from .activation import resolve
 from .backends import Backend
 from .dispatch import backend_of
 from .format import BLOCK, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
 from .moe_call import localise, localise_fake, moe, moe_fake, moe_out, moe_out_fake
+from .route_call import native_route_fake, route_fake, route_kernel
 from .unfinalized import finalize, finalize_fake, moe_unfinalized, moe_unfinalized_fake
 
 _PIECE = 1 << 18  # elements that dequant.out expands at once in plain torch
 
 LIBRARY = torch.library.Library("mxfp4", "DEF")
-
-
-def _native(x: Tensor) -> bool:
-    """Whether the compiled leaves run on x's device."""
-    return x.device.type == "cpu" and cpu_isa() != "torch"  # an error here, should MXFP4_CPU_ISA be wrong
 
 
 # --- quant, dequant, qdq ----------------------------------------------------------------------------------------------
@@ -46,7 +42,7 @@ def _quant_fake(x: Tensor, *, scale_rule: str = "even") -> tuple[Tensor, Tensor]
 
 def _quant(x: Tensor, *, scale_rule: str = "even") -> tuple[Tensor, Tensor]:
     checks.quant("mxfp4::quant", x, scale_rule)
-    if _native(x):
+    if runs_native(x):
         return torch.ops.mxfp4._native_quant(x.contiguous(), SCALE_RULES[scale_rule])
     return format.quant(x.contiguous(), scale_rule)
 
@@ -61,7 +57,7 @@ def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
     dtype = torch.bfloat16 if dtype is None else dtype
     checks.dequant("mxfp4::dequant", blocks, scales, dtype)
     blocks, scales = as_bytes(blocks).contiguous(), as_bytes(scales).contiguous()
-    if _native(blocks):
+    if runs_native(blocks):
         return torch.ops.mxfp4._native_dequant(blocks, scales, dtype)
     return format.dequant(blocks, scales, dtype)
 
@@ -82,7 +78,7 @@ def _dequant_out(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = 
     """No other memory of out's size is taken (rule M3): plain torch goes over it in pieces."""
     _check_dequant_out(blocks, scales, dtype, out)
     blocks, scales = as_bytes(blocks).contiguous(), as_bytes(scales).contiguous()
-    if _native(blocks):
+    if runs_native(blocks):
         torch.ops.mxfp4._native_dequant_out(blocks, scales, out)
         return
     pieces = (t.view(-1).split(n) for t, n in ((blocks, _PIECE // 2), (scales, _PIECE // BLOCK), (out, _PIECE)))
@@ -97,7 +93,7 @@ def _qdq_fake(x: Tensor, *, scale_rule: str = "even") -> Tensor:
 
 def _qdq(x: Tensor, *, scale_rule: str = "even") -> Tensor:
     checks.quant("mxfp4::qdq", x, scale_rule)
-    if _native(x):
+    if runs_native(x):
         return torch.ops.mxfp4._native_qdq(x.contiguous(), SCALE_RULES[scale_rule])
     return format.qdq(x.contiguous(), scale_rule)
 
@@ -192,51 +188,6 @@ def _repack_expert(packed: Sequence[Tensor], expert: int, *args: Any, **kwargs: 
     packing.pack_expert(stacks, expert, weights, 0, backend.layout, gated=gated, interleaved=call.interleaved)
 
 
-# --- route ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _RouteCall:
-    """The arguments of ``route``, in the schema's order."""
-
-    logits: Tensor
-    correction_bias: Tensor | None
-    input_ids: Tensor | None
-    hash_table: Tensor | None
-    top_k: int
-    method: str = "softmax_topk"
-    groups: int = 1
-    topk_groups: int = 1
-    renormalize: bool = True
-    scale: float = 1.0
-
-    def check(self, op: str) -> None:
-        unused = {name: getattr(self, name) for name in ("correction_bias", "input_ids", "hash_table")}
-        token_checks.route(op, self.logits, self.top_k, self.method, self.renormalize)
-        token_checks.route_unused(op, self.method, unused, self.groups, self.topk_groups)
-
-
-def _route_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    call = _RouteCall(*args, **kwargs)
-    call.check("mxfp4::route")
-    shape = (call.logits.shape[0], call.top_k)
-    return call.logits.new_empty(shape, dtype=torch.int32), call.logits.new_empty(shape, dtype=torch.float32)
-
-
-def _route(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    call = _RouteCall(*args, **kwargs)
-    call.check("mxfp4::route")
-    logits = call.logits.float()
-    scores = logits if call.method == "topk_softmax" else logits.softmax(-1)
-    values, ids = scores.sort(dim=-1, descending=True, stable=True)  # stable: a tie goes to the lower expert
-    values, ids = values[:, : call.top_k], ids[:, : call.top_k]
-    if call.method == "topk_softmax":
-        values = values.softmax(-1)
-    elif call.renormalize:
-        values = values / values.sum(-1, keepdim=True)
-    return ids.to(torch.int32).contiguous(), (values * call.scale).contiguous()
-
-
 # --- leaves: shapes only; the compiled library has the kernels --------------------------------------------------------
 
 
@@ -280,7 +231,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "moe.out": (moe_out, moe_out_fake),
     "moe_unfinalized": (moe_unfinalized, moe_unfinalized_fake),
     "finalize": (finalize, finalize_fake),
-    "route": (_route, _route_fake),
+    "route": (route_kernel, route_fake),
     "quant": (_quant, _quant_fake),
     "dequant": (_dequant, _dequant_fake),
     "dequant.out": (_dequant_out, _dequant_out_fake),
@@ -297,6 +248,7 @@ _ALIASES: dict[str, Callable[..., Any]] = {
 }
 _LEAF_FAKES: dict[str, Callable[..., Any]] = {
     "_native_moe": _like_x_fake,
+    "_native_route": native_route_fake,
     "_native_quant": _native_quant_fake,
     "_native_dequant": _native_dequant_fake,
     "_native_dequant_out": _native_dequant_out_fake,

@@ -46,11 +46,15 @@ ALIASES = {
 }
 
 # Leaves: plain tensors and numbers, no strings. The compiled library of a device registers their kernels and nothing
-# else. _native_moe refuses every tensor that does not fit; the others rely on the checks of their ops.
+# else. _native_moe and _native_route refuse every tensor that does not fit; the others rely on the checks of their ops.
 LEAVES = {
     "_native_moe": (
         f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, int hidden, int intermediate, int activation, "
         "float alpha, float beta, float limit, bool weight_on_input, bool batch_invariant) -> Tensor"
+    ),
+    "_native_route": (
+        "(Tensor logits, Tensor? bias, Tensor? given, int top_k, int score, int groups, int topk_groups, "
+        "bool renormalize, float scale) -> (Tensor, Tensor)"
     ),
     "_native_quant": "(Tensor x, int scale_rule) -> (Tensor, Tensor)",
     "_native_dequant": "(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor",

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .arguments import need_bytes, need_device, need_dims, need_dtype, need_float, need_shape
+from .argument_checks import need_bytes, need_device, need_dims, need_dtype, need_float, need_shape
 from .backends import Backend
 from .errors import dtype_name, need, need_type
 from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes, need_blocks

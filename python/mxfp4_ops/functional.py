@@ -11,6 +11,7 @@ from torch import Tensor
 from . import token_checks
 from .eager import unobserved
 from .moe_call import at_once
+from .route_call import route_kernel
 from .x_formats import FORMS, quantize
 
 
@@ -151,17 +152,46 @@ def localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 def route(
-    logits: Tensor, top_k: int, method: str = "softmax_topk", *, renormalize: bool = True, scale: float = 1.0
+    logits: Tensor,
+    top_k: int,
+    method: str = "softmax_topk",
+    *,
+    correction_bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    hash_table: Tensor | None = None,
+    groups: int = 1,
+    topk_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose top_k experts for each token, in float32.
+    """Choose top_k experts for each token, and weigh them, in float32.
 
-    Shapes: logits [T, E], any float. Returns topk_ids [T, top_k] int32 and topk_weights [T, top_k] float32, best
-    first; of equal scores the lower expert wins. Methods: "softmax_topk" (softmax over all experts, then the top k,
-    divided by their sum if ``renormalize``), "topk_softmax" (the top k logits, then softmax over them). ``scale``
-    multiplies the weights.
-    Raises: ValueError for an unknown method or a top_k outside 1..E.
+    Shapes: logits [T, E]; correction_bias [E]; input_ids [T]; hash_table [vocabulary, top_k]. Returns topk_ids
+    [T, top_k] int32 and topk_weights [T, top_k] float32.
+    Dtypes: logits and correction_bias any float, rounded to float32 first; input_ids and hash_table int32 or int64.
+    Methods, and the models that have them:
+    "softmax_topk": scores are a softmax over all experts (Mixtral, Qwen3; with a bias Ernie 4.5, LongCat-Flash; with
+    groups DeepSeek-V2). "topk_softmax": a softmax over the chosen logits (gpt-oss). "sigmoid_topk": sigmoids
+    (DeepSeek-V3, MiniMax-M2). "topk_sigmoid": the same, never renormalized (Llama 4). "sqrtsoftplus_topk":
+    sqrt(log(1 + exp(logit))) (DeepSeek-V4).
+    Choice: the highest scores, or scores + correction_bias, best first. groups > 1 cuts the experts into groups of
+    neighbours and chooses only from the topk_groups best ones; a group counts as its best expert, with a
+    correction_bias as the sum of its two best (both as in DeepSeek's code). hash_table chooses by input_ids instead,
+    in the table's order (the first layers of DeepSeek-V4: ``tid2eid``; vLLM: ``hash_indices_table``).
+    Weights: the scores without the bias; renormalize divides them by their sum; scale multiplies them. A sum of 0
+    (scores that underflowed, or logits that are all -Inf) leaves weights of 0.
+    Ties: the lower index comes first, of experts and of groups. Without a bias the logits are compared, so different
+    logits never tie. A NaN is chosen like -Inf, and makes all weights of its token NaN (with hash_table: if it is
+    chosen); ids are distinct experts all the same. +Inf gives NaN weights with a softmax and where it is divided by
+    itself. All devices and kernels give the same bits.
+    Raises: ValueError for an unknown method, sizes that do not fit, and arguments that the method does not use; on a
+    CPU for input_ids and hash_table out of range (elsewhere such a slot is -1 with weight 0). TypeError for dtypes.
     """
-    ids, weights = torch.ops.mxfp4.route(
-        logits, None, None, None, top_k, method=method, renormalize=renormalize, scale=scale
-    )
+    tensors = (logits, correction_bias, input_ids, hash_table)
+    options: dict[str, Any] = {
+        "method": method, "groups": groups, "topk_groups": topk_groups, "renormalize": renormalize, "scale": scale,
+    }  # fmt: skip
+    if unobserved(*tensors):
+        return route_kernel(*tensors, top_k, **options)
+    ids, weights = torch.ops.mxfp4.route(*tensors, top_k, **options)
     return ids, weights

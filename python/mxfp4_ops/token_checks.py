@@ -11,14 +11,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .arguments import need_device, need_dims, need_dtype, need_float, need_shape
+from .argument_checks import cpu_extremes, need_device, need_dims, need_dtype, need_float, need_shape
 from .errors import need
 from .format import FLOAT_DTYPES, need_blocks
 from .x_formats import FORMS, INPUT_SCALES, X_FORMATS, XFormat
 
 _ID_DTYPES = (torch.int32, torch.int64)
-_FEW_IDS = 64
-_METHODS = ("softmax_topk", "topk_softmax")
 
 
 def x_format(op: str, name: str) -> None:
@@ -103,20 +101,9 @@ def topk_ids(op: str, ids: Tensor) -> None:
     need_dtype(op, "topk_ids", ids, _ID_DTYPES)
 
 
-def _low_high(values: Tensor) -> tuple[int, int]:
-    """The least and the largest of a CPU tensor; (0, -1) elsewhere, where reading would wait for the device."""
-    if values.device.type != "cpu" or values.numel() == 0:
-        return 0, -1
-    if values.numel() <= _FEW_IDS:  # a decode step: plain Python is quicker than a kernel and two reads of its result
-        plain = values.flatten().tolist()
-        return min(plain), max(plain)
-    low, high = torch.aminmax(values)
-    return int(low), int(high)
-
-
 def id_values(op: str, ids: Tensor, experts: int | None) -> None:
     """Refuse an id outside -1..E-1, on a CPU; None stands for no upper bound."""
-    low, high = _low_high(ids)
+    low, high = cpu_extremes(ids)
     need(low >= -1, lambda: f"{op}: topk_ids must be -1 (skip) or an expert, got {low}.")
     if experts is not None:
         need(high < experts, lambda: f"{op}: topk_ids must be below the number of experts E = {experts}, got {high}.")
@@ -124,7 +111,7 @@ def id_values(op: str, ids: Tensor, experts: int | None) -> None:
 
 def row_values(op: str, places: Tensor, rows: int) -> None:
     """Refuse a place outside -1..R-1, on a CPU."""
-    low, high = _low_high(places)
+    low, high = cpu_extremes(places)
     need(
         low >= -1 and high < rows,
         lambda: f"{op}: row_of_slot must be -1 (skip) or a row below R = {rows}, got {low if low < -1 else high}.",
@@ -149,30 +136,6 @@ def distinct(op: str, ids: Tensor) -> None:
     values = ids.sort().values
     twice = values[1:][values[1:] == values[:-1]].tolist()
     need(not twice, lambda: f"{op}: expert_ids must not repeat, got {twice[0]} more than once.")
-
-
-def route(op: str, logits: Tensor, top_k: int, method: str, renormalize: bool) -> None:
-    need_float(op, "logits", logits)
-    need_dims(op, "logits", logits, 2, "[T, E]")
-    need(method in _METHODS, lambda: f"{op}: method must be one of {', '.join(_METHODS)}, got {method!r}.")
-    need(
-        top_k > 0 and bool(top_k <= logits.shape[1]),
-        lambda: f"{op}: top_k must be between 1 and the number of experts {logits.shape[1]}, got {top_k}.",
-    )
-    need(
-        renormalize or method != "topk_softmax",
-        lambda: f"{op}: renormalize must be True for method 'topk_softmax', whose weights sum to 1 by definition.",
-    )
-
-
-def route_unused(op: str, method: str, tensors: Mapping[str, Tensor | None], groups: int, topk_groups: int) -> None:
-    """Refuse what the softmax methods have no use for: it may not be ignored."""
-    given = [name for name, tensor in tensors.items() if tensor is not None]
-    need(not given, lambda: f"{op}: {given[0]} must be None for method {method!r}, which does not use it.")
-    need(
-        groups == 1 and topk_groups == 1,
-        lambda: f"{op}: groups and topk_groups must be 1 for method {method!r}, got {groups} and {topk_groups}.",
-    )
 
 
 def input_scales(op: str, tensors: Mapping[str, Tensor | None], w13: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The rules that every op's tensors obey, each with its sentence: dtype, shape, dimensions, device."""
+"""The rules for one tensor argument that the checks of many ops share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .errors import dtype_name, need, need_type
 
 _CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_FEW = 64
 
 
 def need_dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -28,13 +29,14 @@ def need_float(op: str, name: str, tensor: Tensor) -> None:
 
 
 def need_bytes(op: str, name: str, tensor: Tensor) -> None:
+    """Codes, or scales where the name says so, as uint8 or as a view of the same bytes."""
     need_dtype(op, name, tensor, _SCALE_DTYPES if name.endswith("scale") or name == "scales" else _CODE_DTYPES)
 
 
-def need_device(op: str, name: str, tensor: Tensor, like: Tensor, of: str = "x's") -> None:
+def need_device(op: str, name: str, tensor: Tensor, like: Tensor, whose: str = "x's") -> None:
     need(
         tensor.device == like.device,
-        lambda: f"{op}: {name} must be on {of} device {like.device}, got {tensor.device}.",
+        lambda: f"{op}: {name} must be on {whose} device {like.device}, got {tensor.device}.",
     )
 
 
@@ -47,3 +49,15 @@ def need_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], label:
 
 def need_dims(op: str, name: str, tensor: Tensor, dims: int, label: str) -> None:
     need(tensor.dim() == dims, lambda: f"{op}: {name} must be {label}, got {list(tensor.shape)}.")
+
+
+def cpu_extremes(values: Tensor) -> tuple[int, int]:
+    """The least and the greatest of integers on a CPU; (0, -1) where there are none, and on other devices, whose data
+    is not read."""
+    if values.device.type != "cpu" or values.numel() == 0:
+        return 0, -1
+    if values.numel() <= _FEW:  # a decode step: plain Python is quicker than a kernel and two reads of its result
+        plain = values.flatten().tolist()
+        return min(plain), max(plain)
+    low, high = torch.aminmax(values)
+    return int(low), int(high)
