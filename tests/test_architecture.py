@@ -179,6 +179,14 @@ def test_public_names_are_documented() -> None:
             assert value.__doc__ and not value.__doc__.startswith(f"{name}("), name
 
 
+def test_a_source_distribution_can_be_built_and_tested() -> None:
+    """setuptools takes the package and tests/test_*.py by itself, and nothing else."""
+    lines = (ROOT / "MANIFEST.in").read_text().splitlines()
+    for folder in ("benchmarks", "build_backend", "csrc", "docs", "tests"):
+        assert f"graft {folder}" in lines
+    assert "CMakeLists.txt" in next(line for line in lines if line.startswith("include")).split()
+
+
 def test_compiled_code_uses_no_streams() -> None:
     """Where g++ links libstdc++ into the library and torch uses another copy, a stream in it crashes the process."""
     sources = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h", ".cu", ".cuh")]
