@@ -46,8 +46,9 @@ def load_gpt_oss(
     one after the other: the peak is the model as it will stay, plus one expert. ``prefer`` names the backend, as in
     ``prepare``.
     ``experts(config, checkpoint, layer)`` makes another module in the place of the packed experts.
-    Returns the model in eval mode, on the CPU. Raises as ``read_gpt_oss_experts``; ValueError where config.json and the
-    tensors do not belong together.
+    Returns the model in eval mode, on the CPU. Raises as ``read_gpt_oss_config`` and ``read_gpt_oss_experts``;
+    ValueError where config.json and the tensors do not belong together. Headers of all files and sizes of all layers
+    are read before the first layer is packed.
     """
     config = read_gpt_oss_config(folder)
     checkpoint = Checkpoint.open(folder)
