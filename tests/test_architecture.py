@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from lines above its own, and from its own line only where the package's __init__ gathers a
 # folder.
 LAYERS = (
-    ("errors", "_schemas", "eager"),
+    ("errors", "_schemas", "eager", "packages"),
     ("_extension", "argument_checks", "format", "activation", "layout", "routing"),
     ("x_formats",),
     ("reference", "problem", "experts"),
@@ -179,6 +179,14 @@ def test_public_names_are_documented() -> None:
         value = getattr(mxfp4_ops, name)
         if callable(value):
             assert value.__doc__ and not value.__doc__.startswith(f"{name}("), name
+
+
+def test_a_source_distribution_can_be_built_and_tested() -> None:
+    """setuptools takes the package and tests/test_*.py by itself, and nothing else."""
+    lines = (ROOT / "MANIFEST.in").read_text().splitlines()
+    for folder in ("benchmarks", "build_backend", "csrc", "docs", "tests"):
+        assert f"graft {folder}" in lines
+    assert "CMakeLists.txt" in next(line for line in lines if line.startswith("include")).split()
 
 
 def test_compiled_code_uses_no_streams() -> None:

@@ -22,9 +22,9 @@ from mxfp4_ops.demo import gpt_oss, trained
 from mxfp4_ops.demo.checkpoint_writer import SMALL, write_checkpoint
 from mxfp4_ops.demo.comparison import compare_logits, dequantized_logits
 from mxfp4_ops.demo.generation import compile_model, compiled_graphs, generate
-from mxfp4_ops.demo.packages import MissingPackage, need_package
 from mxfp4_ops.demo.progress import Bar
 from mxfp4_ops.integrations.transformers import load_gpt_oss, packed_modules
+from mxfp4_ops.packages import MissingPackage, need_package
 
 # bf16 keeps 8 bits; two layers of sums in another order differ by about 1 %. A wrong row order or nibble gives 100 %.
 LOGIT_ERROR = 0.05
@@ -230,11 +230,11 @@ def test_a_wrong_wheel_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_missing_packages_are_named() -> None:
-    need_package("safetensors", "0.0.1")
-    with pytest.raises(MissingPackage, match=r"needs safetensors >= 999, \S+ is installed"):
-        need_package("safetensors", "999")
+    need_package("mxfp4_ops demo", "safetensors", "0.0.1")
+    with pytest.raises(MissingPackage, match=r"mxfp4_ops demo: needs safetensors >= 999, \S+ is installed"):
+        need_package("mxfp4_ops demo", "safetensors", "999")
     with pytest.raises(MissingPackage, match="needs no_such_package, none is installed"):
-        need_package("no_such_package")
+        need_package("mxfp4_ops demo", "no_such_package")
 
 
 @pytest.mark.parametrize("plain", [True, False])

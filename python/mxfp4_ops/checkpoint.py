@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,13 +22,15 @@ from .activation import Activation, resolve
 from .dispatch import backend_of
 from .errors import dtype_name, need, need_type
 from .experts import ExpertWeights
-from .layout import BIASES, SLOTS, packed_specs
+from .layout import BIASES, SLOTS
+from .packages import need_package
 from .packed import PackedExperts
 
 _VERSION = "1"
 _KEY = "mxfp4."  # prefix of our metadata keys, which stand beside other people's
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_FEW = 8  # names in a sentence
 
 # gpt-oss in the Hugging Face format: canonical bytes, blocks with a dimension of their own, gate and up rows in turn.
 GPT_OSS_EXPERTS = "model.layers.{layer}.mlp.experts."
@@ -48,6 +50,7 @@ def save_packed(packed: PackedExperts, path: str | os.PathLike[str]) -> None:
     Tensors: w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, aux0, ...; absent biases are not written.
     Metadata: mxfp4.version, .layout, .hidden, .intermediate, .activation, and .alpha, .beta, .limit where they are set.
     """
+    need_package("mxfp4_ops.save_packed", "safetensors")
     from safetensors.torch import save_file
 
     tensors = {name: getattr(packed, name) for name in SLOTS} | {f"aux{i}": t for i, t in enumerate(packed.aux)}
@@ -84,7 +87,7 @@ def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu"
     options = {n: _number(op, metadata, n, float) if n in metadata else None for n in ("alpha", "beta", "limit")}
     act = Activation(_metadata(op, metadata, "activation"), **options)
     resolve(op, act.name, act.alpha, act.beta, act.limit)
-    specs = packed_specs(backend.layout, sizes["hidden"], sizes["intermediate"], act.gated)
+    specs = checks.names(op, backend, **sizes, gated=act.gated)
     stored = [*SLOTS, *(f"aux{i}" for i in range(len(specs) - len(SLOTS)))]
     missing = [name for name in stored if name not in tensors and name not in BIASES]
     need(not missing, lambda: f"{op}: must hold tensor {missing[0]}, found {', '.join(sorted(tensors)) or 'none'}.")
@@ -128,15 +131,48 @@ class Checkpoint:
         folder, op = Path(folder), "mxfp4_ops.checkpoint"
         index = folder / _INDEX
         if index.is_file():
-            files = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+            files: Any = json_object(op, index).get("weight_map")
             need(
                 isinstance(files, dict), lambda: f"{op}: {index} must have a weight_map of names to files, found none."
             )
+            for name, file in files.items():
+                # A plain name: what an index says may not lead out of the folder. The file itself may be a link.
+                plain = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
+                need(
+                    plain,
+                    lambda n=name, f=file: (  # type: ignore[misc]
+                        f"{op}: {index} must name a file in its own folder for tensor {n}, got {f!r}."
+                    ),
+                )
             return Checkpoint(folder, files)
         if not (folder / _SINGLE).is_file():
             raise FileNotFoundError(f"{op}: {folder} must hold {_INDEX} or {_SINGLE}, found neither.")
         with _opened(op, folder / _SINGLE) as file:
             return Checkpoint(folder, dict.fromkeys(file.keys(), _SINGLE))
+
+    def verify(self) -> None:
+        """Read every file's header: each is whole, holds the tensors the index says, and none that the index has
+        elsewhere. Raises FileNotFoundError or ValueError; takes milliseconds, since no tensor is read."""
+        op = "mxfp4_ops.checkpoint"
+        names: dict[str, set[str]] = {}
+        for file_name in sorted(set(self.files.values())):
+            with _opened(op, self.folder / file_name) as file:
+                names[file_name] = set(file.keys())
+        for file_name, held in names.items():
+            path = self.folder / file_name
+            missing = sorted(n for n, f in self.files.items() if f == file_name and n not in held)
+            need(
+                not missing,
+                lambda p=path, m=missing, h=held: _must_hold(op, p, m[0], h),  # type: ignore[misc]
+            )
+            twice = sorted(n for n in held if self.files.get(n, file_name) != file_name)
+            need(
+                not twice,
+                lambda p=path, t=twice: (  # type: ignore[misc]
+                    f"{op}: {p} must not hold tensor {t[0]}, which the index has in {self.files[t[0]]}, found it in "
+                    "both. Delete the file that is not part of the checkpoint."
+                ),
+            )
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, mapping the file. Raises ValueError where no file has it, or the file is not whole."""
@@ -145,25 +181,40 @@ class Checkpoint:
         path = self.folder / self.files[name]
         with _opened(f"{op}: {name}", path) as file:
             held = set(file.keys())
-            need(
-                name in held, lambda: f"{op}: {path} must hold tensor {name}, as the index says, found {sorted(held)}."
-            )
+            need(name in held, lambda: _must_hold(op, path, name, held))
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
+def _must_hold(op: str, path: Path, name: str, held: Collection[str]) -> str:
+    few = sorted(held)[:_FEW] + ["..."] * (len(held) > _FEW)
+    return f"{op}: {path} must hold tensor {name}, as the index says, found {', '.join(few) or 'none'}."
+
+
+def json_object(op: str, path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Raises ValueError for other contents, FileNotFoundError for no file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{op}: needs the file {path}, found none.")
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{op}: {path} must be JSON, got {error}. Copy the checkpoint again.") from None
+    need(isinstance(found, dict), lambda: f"{op}: {path} must be a JSON object, got {type(found).__name__}.")
+    return cast(dict[str, Any], found)
+
+
 @contextmanager
 def _opened(op: str, path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
+    need_package("mxfp4_ops.checkpoint", "safetensors")
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise FileNotFoundError(f"{op}: needs the file {path}, found none.")
     try:
-        file = safe_open(path, framework="pt", device=str(device))
-    except SafetensorError as error:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
+    except SafetensorError as error:  # also from reading a tensor, of a dtype that torch does not have
         raise ValueError(f"{op}: {path} must be a whole safetensors file, {_damage(path) or error}.") from None
-    with file:
-        yield file
 
 
 def _damage(path: Path) -> str:
@@ -175,9 +226,9 @@ def _damage(path: Path) -> str:
             return f"found {size} bytes, fewer than its header needs ({8 + length})"
         try:
             header = json.loads(file.read(length))
-        except ValueError:
+            ends = sorted((t["data_offsets"][1] + 8 + length, n) for n, t in header.items() if n != "__metadata__")
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             return ""
-    ends = sorted((t["data_offsets"][1] + 8 + length, n) for n, t in header.items() if n != "__metadata__")
     return next((f"found {size} bytes, but tensor {name} ends at byte {end}" for end, name in ends if end > size), "")
 
 
@@ -186,16 +237,27 @@ def read_gpt_oss_experts(folder: str | os.PathLike[str] | Checkpoint, layer: int
 
     Shapes on disk: gate_up_proj_blocks [E, 2I, H/32, 16], _scales [E, 2I, H/32], _bias [E, 2I]; down_proj_blocks
     [E, H, I/32, 16], _scales [E, H, I/32], _bias [E, H]. Blocks come back as [E, 2I, H/2] and [E, H, I/2], without a
-    copy. The rows of w13 are gate 0, up 0, gate 1, ...: ``prepare(..., interleaved=True)``. Biases may be absent.
+    copy. The rows of w13 are gate 0, up 0, gate 1, ...: ``prepare(..., interleaved=True)``. Both biases may be absent.
     Raises: FileNotFoundError, ValueError or TypeError, naming file, tensor, found and needed.
     Source: huggingface.co/openai/gpt-oss-20b; transformers 5.24, integrations/mxfp4.py.
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else Checkpoint.open(folder)
     prefix = GPT_OSS_EXPERTS.format(layer=layer)
     names = {slot: prefix + name for slot, name in GPT_OSS_NAMES.items()}
-    names = {slot: name for slot, name in names.items() if slot not in BIASES or name in checkpoint.files}
+    biases = [names[slot] for slot in BIASES if names[slot] in checkpoint.files]
+    need(
+        len(biases) != 1,
+        lambda: (
+            f"mxfp4_ops.checkpoint: {checkpoint.folder} must hold both {names['w13_bias']} and {names['w2_bias']}, or "
+            f"neither, found {biases[0]} alone."
+        ),
+    )
+    names = {slot: name for slot, name in names.items() if slot not in BIASES or biases}
     found = {slot: checkpoint.tensor(name) for slot, name in names.items()}
-    where = {slot: f"{checkpoint.folder / checkpoint.files[name]}: {name}" for slot, name in names.items()}
+    where = {
+        slot: f"mxfp4_ops.checkpoint: {checkpoint.folder / checkpoint.files[name]}: {name}"
+        for slot, name in names.items()
+    }
     for slot, tensor in found.items():
         _gpt_oss_dtype(where[slot], slot, tensor)
     for slot in ("w13", "w2"):
@@ -205,17 +267,23 @@ def read_gpt_oss_experts(folder: str | os.PathLike[str] | Checkpoint, layer: int
             lambda s=slot, f=shape: f"{where[s]} must be {_GPT_OSS_SHAPES[s]}, got {f}.",  # type: ignore[misc]
         )
     experts, hidden, groups = *found["w2"].shape[:2], found["w2"].shape[2]
+    need(hidden % 32 == 0, lambda: f"{where['w2']} must have H, a multiple of 32, as dimension 1, got {hidden}.")
     wanted = _gpt_oss_shapes(experts, hidden, groups * 32)
     for slot, tensor in found.items():
         need(
             list(tensor.shape) == wanted[slot],
             lambda s=slot, t=tensor: (
                 f"{where[s]} must be {_GPT_OSS_SHAPES[s]} = {wanted[s]}, got {list(t.shape)}. "  # type: ignore[misc]
-                f"E, H and I are those of {names['w2']}."
+                f"E, H and I are those of {names['w2']}.{_nvfp4(s, wanted[s], list(t.shape))}"
             ),
         )
     slots = {slot: found[slot].flatten(2) if slot in ("w13", "w2") else found.get(slot) for slot in SLOTS}
     return ExpertWeights(**slots)  # type: ignore[arg-type]
+
+
+def _nvfp4(slot: str, wanted: list[int], shape: list[int]) -> str:
+    doubled = slot.endswith("scale") and shape == [*wanted[:-1], 2 * wanted[-1]]
+    return " One scale covers 32 elements, not 16: is this an NVFP4 checkpoint?" if doubled else ""
 
 
 _GPT_OSS_SHAPES = {

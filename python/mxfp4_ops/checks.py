@@ -66,6 +66,13 @@ def _dtype_argument(op: str, dtype: torch.dtype) -> None:
 
 def canonical(op: str, weights: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor]:
     """Check a canonical stack; return its tensors as bytes, absent biases (None or size zero) left out."""
+    for name, tensor in weights.items():
+        need_type(
+            isinstance(tensor, torch.Tensor) or (tensor is None and name in BIASES),
+            lambda n=name, t=tensor: (  # type: ignore[misc]
+                f"{op}: {n} must be a tensor{' or None' if n in BIASES else ''}, got {type(t).__name__}."
+            ),
+        )
     present = {n: t for n, t in weights.items() if t is not None and not (n in BIASES and t.numel() == 0)}
     for name, tensor in present.items():
         need_float(op, name, tensor) if name in BIASES else need_bytes(op, name, tensor)

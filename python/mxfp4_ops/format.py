@@ -93,7 +93,7 @@ def _code_values(codes: Tensor) -> Tensor:
 def dequant(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Expand blocks [..., n/2] and scales [..., n/32], both uint8, to [..., n] of ``dtype``.
 
-    Exact in float32 and bfloat16 wherever the type holds the value (4 and 6 times 2^127 are Inf); float16 rounds once,
+    Exact in float32 and bfloat16 wherever the type holds the value (2^128 and more is Inf); float16 rounds once,
     to nearest even, from the exact value.
     """
     values = _code_values(codes_of(blocks))

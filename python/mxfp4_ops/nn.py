@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from . import token_checks
 from .activation import Activation
-from .errors import need
+from .errors import dtype_name, need, need_type
 from .functional import mxfp4_moe
-from .layout import SLOTS
+from .layout import BIASES, SLOTS
 from .packed import PackedExperts
 from .x_formats import INPUT_SCALES
 
 _VERSION = 1
+_LONGEST = 4096  # bytes of a description; ours have about 150
 
 
 class MXFP4Experts(torch.nn.Module):
@@ -117,11 +118,26 @@ class MXFP4Experts(torch.nn.Module):
         """The check ran before any buffer was written: ``_load_from_state_dict``."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Compare tag, sizes and activation before a byte is copied: another layout's bytes of equal shape are
-        garbage."""
+        """Compare tag, sizes, activation, names, dtypes and shapes before a byte is copied, whether ``strict`` or not:
+        another layout's bytes of equal shape are garbage, and so are half of one expert and half of another."""
+        held = {n: state_dict[prefix + n] for n in (*SLOTS, *self._aux_names) if prefix + n in state_dict}
         state = state_dict.get(prefix + "_extra_state")
+        need(
+            state is not None or not held,
+            lambda: (
+                f"MXFP4Experts: the state must have {prefix}_extra_state beside {prefix}{next(iter(held))}, got none. "
+                "It says what layout the bytes are in; state_dict() writes it."
+            ),
+        )
         if state is not None:
-            self._need_same(json.loads(bytes(state.cpu().tolist())))
+            self._need_same(_described(prefix, state))
+        mine = dict(self.named_buffers())
+        need(
+            not held or held.keys() == mine.keys(),
+            lambda: f"MXFP4Experts: the state must have {', '.join(mine)} of {prefix or 'it'}, got {', '.join(held)}.",
+        )
+        for name, tensor in held.items():
+            _need_like(f"MXFP4Experts: the state's {prefix}{name}", tensor, mine[name], bias=name in BIASES)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _need_same(self, found: dict[str, Any]) -> None:
@@ -143,3 +159,30 @@ class MXFP4Experts(torch.nn.Module):
             f"experts={len(self.packed.w13)}, hidden={self.hidden}, intermediate={self.intermediate}, "
             f"activation={self.activation.name!r}, layout={self.layout!r}"
         )
+
+
+def _described(prefix: str, state: object) -> dict[str, Any]:
+    """Read an extra state back. Whatever else stands there is refused."""
+    fits = isinstance(state, Tensor) and state.dtype is torch.uint8 and state.numel() <= _LONGEST
+    got = f"{state.dtype} of {list(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
+    sentence = (
+        f"MXFP4Experts: the state's {prefix}_extra_state must be a JSON object in at most {_LONGEST} bytes of uint8"
+    )
+    need(fits, lambda: f"{sentence}, got {got}.")
+    text = bytes(cast(Tensor, state).flatten().cpu().tolist())
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{sentence}, got {error}.") from None
+    need(isinstance(found, dict), lambda: f"{sentence}, got {text[:80]!r}.")
+    return cast(dict[str, Any], found)
+
+
+def _need_like(what: str, tensor: object, mine: Tensor, *, bias: bool) -> None:
+    """A buffer takes only what it can copy without converting bytes: 127 of float8_e8m0fnu would become 1."""
+    need_type(isinstance(tensor, Tensor), lambda: f"{what} must be a tensor, got {type(tensor).__name__}.")
+    found = cast(Tensor, tensor)
+    fits = found.dtype.is_floating_point and found.dtype.itemsize > 1 if bias else found.dtype is mine.dtype
+    wanted = "a float dtype" if bias else dtype_name(mine.dtype)
+    need_type(fits, lambda: f"{what} must be {wanted}, got {dtype_name(found.dtype)}.")
+    need(found.shape == mine.shape, lambda: f"{what} must be {list(mine.shape)}, got {list(found.shape)}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,13 @@ from .x_formats import expand_x, round_static, round_x
 
 def _product(rows: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
     """rows [n, k] times weight [out, k] transposed; row by row where a row's bits may not depend on n."""
-    if batch_invariant:
-        return (
-            torch.stack([(weight * row).sum(-1) for row in rows]) if len(rows) else rows.new_empty(0, weight.shape[0])
-        )
-    return rows @ weight.t()
+    return torch.stack([(weight * row).sum(-1) for row in rows]) if batch_invariant else rows @ weight.t()
+
+
+def _activate(activation: Resolved, h: Tensor, batch_invariant: bool) -> Tensor:
+    """The activation of h [n, S*I]; row by row as well: torch's vector and scalar gelu and sigmoid differ in the last
+    bit, and n decides which element meets which."""
+    return torch.stack([activation(row) for row in h]) if batch_invariant else activation(h)
 
 
 def _entered(rows: Tensor, x_format: str, input_scale: Tensor | None) -> Tensor:
@@ -83,7 +87,7 @@ def moe(
         up = dequant(w13[e], w13_scale[e], torch.float32)
         on_input = weight if weight_on_input else None
         h = _first_product(xs[slots // top_k], on_input, up, first_format, scale13, batch_invariant)
-        a = activation(h if w13_bias is None else h + w13_bias[e].float())
+        a = _activate(activation, h if w13_bias is None else h + w13_bias[e].float(), batch_invariant)
         if x_format == "none" and dtype is not torch.float32:
             a = a.to(torch.bfloat16).float()
         down = dequant(w2[e], w2_scale[e], torch.float32)
@@ -91,4 +95,5 @@ def moe(
         y = y if w2_bias is None else y + w2_bias[e].float()
         y = y if weight_on_input else y * weight
         rows[slots] = torch.where(chosen[slots, None], y, rows[slots])
-    return rows.view(tokens, top_k, hidden).sum(1).to(dtype)
+    # Slot after slot: the order of additions in a reduction may depend on the number of tokens.
+    return functools.reduce(torch.add, rows.view(tokens, top_k, hidden).unbind(1)).to(dtype)

