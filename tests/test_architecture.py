@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from lines above its own, and from its own line only where the package's __init__ gathers a
 # folder.
 LAYERS = (
-    ("errors", "_schemas", "eager"),
+    ("errors", "_schemas", "eager", "route_gradient"),
     ("_extension", "format", "activation", "layout"),
     ("reference", "problem", "experts"),
     ("backends.base",),
@@ -27,6 +27,7 @@ LAYERS = (
     ("checks",),
     ("call_plan",),
     ("moe_call",),
+    ("moe_backward",),
     ("_ops", "functional"),
     ("autograd", "packed"),
     ("nn", "prepare"),

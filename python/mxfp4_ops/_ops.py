@@ -23,6 +23,7 @@ from .backends import Backend
 from .dispatch import backend_of
 from .format import BLOCK, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
+from .moe_backward import moe_backward, moe_backward_fake
 from .moe_call import localise, localise_fake, moe, moe_fake
 
 LIBRARY = torch.library.Library("mxfp4", "DEF")
@@ -246,6 +247,7 @@ def _qdq_mxfp4(x: Tensor, scale_calculation_mode: str = "even") -> Tensor:
 
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "moe": (moe, moe_fake),
+    "moe_backward": (moe_backward, moe_backward_fake),
     "route": (_route, _route_fake),
     "quant": (_quant, _quant_fake),
     "dequant": (_dequant, _dequant_fake),

@@ -241,6 +241,21 @@ def moe_inputs(op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, hidde
     need(topk_ids.shape[1] > 0, lambda: f"{op}: topk_ids must have at least one column, got {list(topk_ids.shape)}.")
 
 
+def moe_backward(
+    op: str, grad_output: Tensor, x: Tensor, output_mask: Sequence[bool], weights: Mapping[str, Tensor | None]
+) -> None:
+    """Check what the backward has beside the arguments of ``moe``."""
+    _dtype(op, "grad_output", grad_output, (x.dtype,))
+    need(
+        grad_output.shape == x.shape,
+        lambda: f"{op}: grad_output must be [T, H] as x = {list(x.shape)}, got {list(grad_output.shape)}.",
+    )
+    _device(op, "grad_output", grad_output, x)
+    need(len(output_mask) == 4, lambda: f"{op}: output_mask must have 4 entries, got {len(output_mask)}.")
+    absent = [n for n, wanted in zip(BIASES, output_mask[2:], strict=True) if wanted and weights[n] is None]
+    need(not absent, lambda: f"{op}: output_mask must be False for {absent[0]}, which is None.")
+
+
 def _per_token(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
     _dims(op, name, tensor, 2, "[T, K]")
     need(

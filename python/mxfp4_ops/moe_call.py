@@ -49,30 +49,37 @@ class MoECall:
     weight_on_input: bool = False
     batch_invariant: bool = False
 
-    def plan(self) -> CallPlan:
+    def plan(self, op: str = _OP) -> CallPlan:
         """Who runs the call; an error where its options cannot be honoured on x's device."""
         x = self.x
-        checks.x_dtype(_OP, x)
+        checks.x_dtype(op, x)
         act = (self.activation, self.alpha, self.beta, self.limit)
         flags = (self.x_format, self.weight_on_input, self.batch_invariant)
         bias = self.w13_bias is not None or self.w2_bias is not None
-        return plan_call(_OP, self.layout, (self.hidden, self.intermediate, *act, *flags), bias, x.dtype, x.device)
+        return plan_call(op, self.layout, (self.hidden, self.intermediate, *act, *flags), bias, x.dtype, x.device)
 
     def slots(self) -> dict[str, Tensor | None]:
         """The six packed tensors that every layout has, by name, unchecked."""
         return {name: getattr(self, name) for name in SLOTS}
 
-    def check(self, plan: CallPlan) -> dict[str, Tensor | None]:
+    def check(self, plan: CallPlan, op: str = _OP) -> dict[str, Tensor | None]:
         """Refuse bad tensors; return the packed ones as backends take them."""
-        checks.x_scale(_OP, self.x_scale, self.x_format)
-        checks.moe_inputs(_OP, self.x, self.topk_ids, self.topk_weights, self.hidden)
-        checks.aux(_OP, self.aux, plan.names)
+        checks.x_scale(op, self.x_scale, self.x_format)
+        checks.moe_inputs(op, self.x, self.topk_ids, self.topk_weights, self.hidden)
+        checks.aux(op, self.aux, plan.names)
         sizes, gated = (self.hidden, self.intermediate), plan.activation.gated
         tensors = self.slots() | dict(zip(plan.names[len(SLOTS) :], self.aux, strict=True))
-        packed = checks.packed(_OP, tensors, plan.backend, *sizes, gated=gated, like=self.x)
+        packed = checks.packed(op, tensors, plan.backend, *sizes, gated=gated, like=self.x)
         if self.expert_ids is not None:
-            checks.expert_ids(_OP, self.expert_ids, self.w13.shape[0], self.x)
+            checks.expert_ids(op, self.expert_ids, self.w13.shape[0], self.x)
         return packed
+
+    def rows(self, op: str = _OP) -> Tensor:
+        """topk_ids as rows of the packed tensors or -1, [T, K]; ids out of range are refused on a CPU."""
+        if self.expert_ids is not None:
+            return localise(self.topk_ids, self.expert_ids)
+        checks.id_values(op, self.topk_ids, self.w13.shape[0])
+        return self.topk_ids
 
     def run(self, plan: CallPlan, ids: Tensor, packed: Mapping[str, Tensor | None]) -> Tensor:
         return plan.backend.run(
@@ -125,12 +132,7 @@ def _checked(call: MoECall, plan: CallPlan) -> Tensor:
     packed = call.check(plan)
     if call.x.shape[0] == 0:
         return call.x.new_empty(call.x.shape)
-    ids = call.topk_ids
-    if call.expert_ids is None:
-        checks.id_values(_OP, ids, call.w13.shape[0])
-    else:
-        ids = localise(ids, call.expert_ids)
-    return call.run(plan, ids, packed)
+    return call.run(plan, call.rows(), packed)
 
 
 def localise_fake(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:

@@ -82,7 +82,15 @@ def unpack(packed: list[Tensor], layout: Layout, *, hidden: int, intermediate: i
     present = {n: t for n, t in stacks.items() if n not in BIASES or t.numel()}
     out = allocate(canonical_specs(hidden, intermediate, gated), present, stacks["w13"].shape[0])
     for e in range(stacks["w13"].shape[0]):
-        expert = layout.unpack({n: t[e] for n, t in present.items()}, gated)
-        for name, tensor in unpad_expert(expert, hidden, intermediate, gated=gated).items():
+        expert = unpack_expert(present, e, layout, hidden=hidden, intermediate=intermediate, gated=gated)
+        for name, tensor in expert.items():
             out[name][e].copy_(tensor)
     return [out[name] for name in SLOTS]
+
+
+def unpack_expert(
+    packed: Canonical, row: int, layout: Layout, *, hidden: int, intermediate: int, gated: bool
+) -> dict[str, Tensor]:
+    """The canonical tensors of expert ``row`` of packed ones, absent biases left out, without padding."""
+    expert = layout.unpack({n: t[row] for n, t in packed.items()}, gated)
+    return unpad_expert(expert, hidden, intermediate, gated=gated)

@@ -9,13 +9,25 @@ from .activation import Resolved
 from .format import dequant
 
 
-def _product(rows: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
+def product(rows: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
     """rows [n, k] times weight [out, k] transposed; row by row where a row's bits may not depend on n."""
     if batch_invariant:
         return (
             torch.stack([(weight * row).sum(-1) for row in rows]) if len(rows) else rows.new_empty(0, weight.shape[0])
         )
-    return rows @ weight.t()
+    with torch.autocast(rows.device.type, enabled=False):  # it would round both factors to bfloat16
+        return rows @ weight.t()
+
+
+def slots_of(chosen: Tensor) -> Tensor:
+    """The slots that one expert's turn works on, of chosen [T*K] bool.
+
+    On a CPU only the expert's own. Elsewhere the host may not read ids (CUDA graphs), so each expert runs over all
+    slots and its caller masks out those not chosen: slow, and right.
+    """
+    if chosen.device.type == "cpu":
+        return chosen.nonzero()[:, 0]
+    return torch.arange(chosen.numel(), device=chosen.device)
 
 
 def moe(
@@ -45,17 +57,15 @@ def moe(
     rows = xs.new_zeros(tokens * top_k, x.shape[1])
     for e in range(w13.shape[0]):
         chosen = ids == e
-        # On a CPU only the expert's own slots are computed. Elsewhere the host may not read ids (CUDA graphs), so each
-        # expert runs over all slots and a mask keeps its own: slow, and right.
-        slots = chosen.nonzero()[:, 0] if x.device.type == "cpu" else torch.arange(ids.numel(), device=x.device)
+        slots = slots_of(chosen)
         if slots.numel() == 0:
             continue
         weight = weights[slots, None]
-        h = _product(xs[slots // top_k], dequant(w13[e], w13_scale[e], torch.float32), batch_invariant)
+        h = product(xs[slots // top_k], dequant(w13[e], w13_scale[e], torch.float32), batch_invariant)
         h = h * weight if weight_on_input else h
         a = activation(h if w13_bias is None else h + w13_bias[e].float())
         a = a if x.dtype is torch.float32 else a.to(torch.bfloat16).float()
-        y = _product(a, dequant(w2[e], w2_scale[e], torch.float32), batch_invariant)
+        y = product(a, dequant(w2[e], w2_scale[e], torch.float32), batch_invariant)
         y = y if w2_bias is None else y + w2_bias[e].float()
         y = y if weight_on_input else y * weight
         rows[slots] = torch.where(chosen[slots, None], y, rows[slots])
