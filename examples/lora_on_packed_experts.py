@@ -1,4 +1,4 @@
-"""Train low-rank adapters around frozen MXFP4 experts: a layer like gpt-oss's, a toy regression, a few seconds on a CPU.
+"""Train low-rank adapters around frozen MXFP4 experts: a small layer like gpt-oss's, a toy regression, on a CPU.
 
     python examples/lora_on_packed_experts.py
 
@@ -7,7 +7,7 @@ through them and none for them. Three pairs of thin matrices learn around them:
 
 - router:  logits = Wr x + Br Ar x, ordinary LoRA on a dense matrix;
 - input:   the experts see x + Bi Ai x, so every w13[e] acts as w13[e] (1 + Bi Ai), a low-rank change of each expert's
-           first product whose right factor all experts share;
+           first product of which all experts share Ai;
 - output:  y + Bo Ao y, so every w2[e] (and its bias) acts as (1 + Bo Ao) w2[e], likewise.
 
 Adapters of one expert's own w13 or w2 would need products inside the op; it has none. What each expert does have of its
@@ -68,7 +68,7 @@ def make_layer() -> tuple[Tensor, PackedExperts]:
 
 
 def train(steps: int = 50, seed: int = 0) -> tuple[list[float], AdaptedLayer]:
-    """Fit a layer whose adapters are others and hidden from the learner; return the loss of each step, and the layer."""
+    """Fit a layer with other adapters, which the learner does not see; return each step's loss, and the layer."""
     torch.manual_seed(seed)
     router, packed = make_layer()
     teacher = AdaptedLayer(router, packed, RANK)
@@ -92,5 +92,6 @@ def train(steps: int = 50, seed: int = 0) -> tuple[list[float], AdaptedLayer]:
 if __name__ == "__main__":
     losses, layer = train()
     trained = sum(p.numel() for p in layer.parameters())
+    assert losses[-1] < losses[0] / 3
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps; {trained} trained numbers")
     print(f"frozen: {layer.packed.w13.numel() + layer.packed.w2.numel()} bytes of packed experts")

@@ -100,7 +100,7 @@ def test_the_environment_is_read_in_one_place(path: Path) -> None:
 
 
 def code_files() -> list[Path]:
-    folders = ("python", "csrc", "tests", "benchmarks")
+    folders = ("python", "csrc", "tests", "benchmarks", "examples")
     kinds = {".py", ".cpp", ".h", ".cu", ".cuh"}
     return [p for f in folders for p in sorted((ROOT / f).rglob("*")) if p.suffix in kinds and "build" not in p.parts]
 

@@ -171,6 +171,12 @@ def test_call_records_have_the_schema_s_arguments(name: str, call: Any) -> None:
     assert {n: p.default for n, p in inspect.signature(call).parameters.items() if n in defaults} == defaults
 
 
+def test_moe_backward_has_the_arguments_of_moe() -> None:
+    forward, backward = ([str(a) for a in getattr(OPS, n).default._schema.arguments] for n in ("moe", "moe_backward"))
+    assert [a for a in backward if a not in forward] == ["Tensor grad_output", "bool[4] output_mask"]
+    assert [a for a in backward if a in forward] == forward
+
+
 def test_every_op_of_the_contract_is_there() -> None:
     for name, schema in (_schemas.PUBLIC | _schemas.ALIASES | _schemas.LEAVES).items():
         found = str(getattr(OPS, name).default._schema)
