@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gradients import NAMES, Layer, along, found, relative, wanted
-from mxfp4_ops import Activation, ExpertWeights, PackedExperts, prepare
+from mxfp4_ops import Activation, ExpertWeights, PackedExperts, prepare, reference
 from mxfp4_ops.activation import ACTIVATIONS, Resolved, resolve
 from mxfp4_ops.backends import Backend
 from mxfp4_ops.moe_backward import DenseExpert, expert_backward
@@ -301,6 +301,24 @@ def test_no_tokens_and_experts_without_tokens(runnable: Runnable) -> None:
     assert got["w13_bias"][3].count_nonzero() and not got["w13_bias"][others].count_nonzero()
 
 
+@pytest.mark.parametrize("weight_on_input", [False, True])
+def test_all_slots_and_a_mask_give_the_same(monkeypatch: pytest.MonkeyPatch, weight_on_input: bool) -> None:
+    """The way of devices whose ids the host may not read, here on a CPU: NaN and Inf of other slots stay out."""
+    layer = make(TINY.with_(tokens=9), weight_on_input=weight_on_input)
+    skipped = layer.ids == -1
+    layer.routing[skipped] = math.nan
+    layer.ids[4], layer.x[4, 3], layer.routing[4] = -1, math.inf, math.inf  # a token of no expert
+    layer.experts.w13_scale[6, 5], layer.ids[layer.ids == 6] = 255, 0  # an expert of no token
+    args, options = backward_call(layer, prepare(layer.experts, prefer="reference"))
+    plain = OPS.moe_backward(*args, **options)
+    monkeypatch.setattr(reference, "host_reads_ids", lambda device: False)
+    masked = OPS.moe_backward(*args, **options)
+    for a, b in zip(masked, plain, strict=True):
+        assert torch.isfinite(a).all()
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert not masked[0][4].count_nonzero() and not masked[1][skipped].count_nonzero()
+
+
 def test_the_same_bits_always(runnable: Runnable) -> None:
     layer = make(TINY.with_(tokens=50), torch.bfloat16, device=runnable[0])
     args, options = backward_call(layer, pack(runnable, layer))
@@ -316,3 +334,20 @@ def test_autocast_changes_nothing(runnable: Runnable) -> None:
     with torch.autocast(layer.x.device.type, torch.bfloat16):
         assert torch.equal(packed(layer.x, layer.ids, layer.routing), plain[0])
         assert not differ(OPS.moe_backward(*args, **options), plain[1])
+
+
+if torch.cuda.is_available():  # no skip to be counted where there is no GPU
+
+    def test_cuda_graph_of_the_backward_replays_with_new_values() -> None:
+        layer = make(TINY.with_(tokens=8), device="cuda")
+        args, options = backward_call(layer, prepare(layer.experts, prefer="reference"))
+        OPS.moe_backward(*args, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = OPS.moe_backward(*args, **options)
+        for held, new in zip(
+            args[1:4], inputs(TINY.with_(tokens=8), torch.float32, seed=9, device="cuda"), strict=True
+        ):
+            held.copy_(new)
+        graph.replay()
+        assert not differ(out, OPS.moe_backward(*args, **options))

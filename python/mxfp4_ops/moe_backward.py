@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, reference
 from .activation import Resolved
 from .call_plan import CallPlan
 from .experts import pad_expert
 from .layout import BIASES
 from .moe_call import MoECall
 from .packing import unpack_expert
-from .reference import product, slots_of
+from .reference import product
 
 _OP = "mxfp4::moe_backward"
 _Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of x, topk_weights, w13_bias, w2_bias
@@ -87,7 +87,7 @@ def moe_backward(grad_output: Tensor, *args: Any, output_mask: Sequence[bool], *
     ids, top_k = call.rows(_OP).flatten(), call.topk_ids.shape[1]
     for e in range(call.w13.shape[0]):
         chosen = ids == e
-        slots = slots_of(chosen)
+        slots = reference.slots_of(chosen)
         if slots.numel() == 0:
             continue
         expert = unpack_expert(
@@ -100,7 +100,7 @@ def moe_backward(grad_output: Tensor, *args: Any, output_mask: Sequence[bool], *
         )
         rows, weight, *sums = _of_expert(grad_output, call, plan, expert, chosen, slots)
         grad_weights[slots] += weight
-        if x.device.type == "cpu":
+        if reference.host_reads_ids(x.device):
             grad_x.index_add_(0, slots // top_k, rows)
         else:  # all slots, in their order: adding by index would use atomics there, in any order
             grad_x += rows.view(-1, top_k, call.hidden).sum(1)

@@ -19,13 +19,18 @@ def product(rows: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tens
         return rows @ weight.t()
 
 
+def host_reads_ids(device: torch.device) -> bool:
+    """Whether sizes may depend on ids: not where kernels are captured in graphs."""
+    return device.type == "cpu"
+
+
 def slots_of(chosen: Tensor) -> Tensor:
     """The slots that one expert's turn works on, of chosen [T*K] bool.
 
-    On a CPU only the expert's own. Elsewhere the host may not read ids (CUDA graphs), so each expert runs over all
-    slots and its caller masks out those not chosen: slow, and right.
+    On a CPU only the expert's own. Elsewhere each expert runs over all slots, and its caller masks out those not
+    chosen: slow, and right.
     """
-    if chosen.device.type == "cpu":
+    if host_reads_ids(chosen.device):
         return chosen.nonzero()[:, 0]
     return torch.arange(chosen.numel(), device=chosen.device)
 
