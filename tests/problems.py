@@ -129,8 +129,9 @@ def answer(
     activation: Activation,
     *,
     weight_on_input: bool = False,
+    round_intermediate: bool = False,
 ) -> Tensor:
-    """The layer in float64, nothing rounded: [T, H]."""
+    """The layer in float64: [T, H]. Nothing is rounded, or the intermediate to bfloat16, straight through."""
     x, ids, routing = x.cpu().double(), ids.cpu(), routing.cpu().double()
     out = torch.zeros_like(x)
     for e in range(experts.w13.shape[0]):
@@ -140,7 +141,9 @@ def answer(
         w = routing[t, slot, None]
         h = (x[t] * w if weight_on_input else x[t]) @ decode(experts.w13[e], experts.w13_scale[e]).T
         h = h if experts.w13_bias is None else h + experts.w13_bias[e].cpu().double()
-        y = activate(activation, h) @ decode(experts.w2[e], experts.w2_scale[e]).T
+        a = activate(activation, h)
+        a = a + (a.bfloat16().double() - a).detach() if round_intermediate else a
+        y = a @ decode(experts.w2[e], experts.w2_scale[e]).T
         y = y if experts.w2_bias is None else y + experts.w2_bias[e].cpu().double()
         out.index_add_(0, t, y if weight_on_input else w * y)
     return out

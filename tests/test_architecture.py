@@ -19,6 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors", "_schemas", "eager", "packages"),
     ("_extension", "argument_checks", "format", "activation", "layout", "routing"),
+    ("route_gradient",),
     ("x_formats",),
     ("reference", "problem", "experts"),
     ("backends.base",),
@@ -28,7 +29,7 @@ LAYERS = (
     ("checks", "token_checks"),
     ("call_plan",),
     ("moe_call", "route_call", "packed_topk"),
-    ("unfinalized",),
+    ("moe_backward", "unfinalized"),
     ("_ops", "functional"),
     ("autograd", "debug", "packed"),
     ("nn", "prepare"),
@@ -101,7 +102,7 @@ def test_the_environment_is_read_in_one_place(path: Path) -> None:
 
 
 def code_files() -> list[Path]:
-    folders = ("python", "csrc", "tests", "benchmarks")
+    folders = ("python", "csrc", "tests", "benchmarks", "examples")
     kinds = {".py", ".cpp", ".h", ".cu", ".cuh"}
     return [p for f in folders for p in sorted((ROOT / f).rglob("*")) if p.suffix in kinds and "build" not in p.parts]
 

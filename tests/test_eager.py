@@ -88,8 +88,8 @@ def test_transforms_and_gradients_go_through_the_op(packed: PackedExperts, at_on
     for which in (x, routing, packed.w13_bias):
         assert which is not None
         which.requires_grad_()
-        with pytest.raises(NotImplementedError, match="mxfp4::moe: backward"):
-            packed(x, ids, routing).sum().backward()
+        packed(x, ids, routing).sum().backward()
+        assert which.grad is not None and which.grad.count_nonzero() > 0
         with torch.no_grad():
             packed(x, ids, routing)
         assert at_once.pop() and not at_once

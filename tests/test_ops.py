@@ -172,6 +172,15 @@ def test_call_records_have_the_schema_s_arguments(name: str, call: Any) -> None:
     assert {n: p.default for n, p in inspect.signature(call).parameters.items() if n in defaults} == defaults
 
 
+def test_moe_backward_has_the_arguments_of_moe() -> None:
+    forward, backward = (
+        [(a.name, str(a.type), a.default_value, a.kwarg_only) for a in getattr(OPS, name).default._schema.arguments]
+        for name in ("moe", "moe_backward")
+    )
+    assert [a[0] for a in backward if a not in forward] == ["grad_output", "output_mask"]
+    assert [a for a in backward if a in forward] == forward
+
+
 def test_every_op_of_the_contract_is_there() -> None:
     for name, schema in (_schemas.PUBLIC | _schemas.ALIASES | _schemas.LEAVES).items():
         op, _, overload = name.partition(".")

@@ -23,6 +23,7 @@ from .backends import Backend
 from .dispatch import backend_of
 from .format import BLOCK, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
+from .moe_backward import moe_backward, moe_backward_fake
 from .moe_call import localise, localise_fake, moe, moe_fake, moe_out, moe_out_fake
 from .route_call import native_route_fake, route_fake, route_kernel
 from .unfinalized import finalize, finalize_fake, moe_unfinalized, moe_unfinalized_fake
@@ -231,6 +232,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "moe.out": (moe_out, moe_out_fake),
     "moe_unfinalized": (moe_unfinalized, moe_unfinalized_fake),
     "finalize": (finalize, finalize_fake),
+    "moe_backward": (moe_backward, moe_backward_fake),
     "route": (route_kernel, route_fake),
     "quant": (_quant, _quant_fake),
     "dequant": (_dequant, _dequant_fake),

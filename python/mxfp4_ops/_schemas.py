@@ -10,19 +10,26 @@ from __future__ import annotations
 _SIX = "Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? w2_bias"
 _ACTIVATION = 'str activation="silu", float? alpha=None, float? beta=None, float? limit=None'
 _PREPARE = f"str layout, bool interleaved=False, {_ACTIVATION}"
-_MOE_ARGUMENTS = (
+_MOE_TENSORS = (
     f"Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, Tensor[] aux, Tensor? expert_ids=None, "
-    "Tensor? x_scale=None, *, str layout, int hidden, int intermediate, "
-    f'{_ACTIVATION}, str x_format="none", bool weight_on_input=False, bool batch_invariant=False'
+    "Tensor? x_scale=None"
 )
-_MOE = f"({_MOE_ARGUMENTS}) -> Tensor"
+_MOE_OPTIONS = (
+    f"str layout, int hidden, int intermediate, {_ACTIVATION}, "
+    'str x_format="none", bool weight_on_input=False, bool batch_invariant=False'
+)
+_MOE = f"({_MOE_TENSORS}, *, {_MOE_OPTIONS}) -> Tensor"
 
 PUBLIC = {
     "moe": _MOE,
     # Out variants return nothing: torch cannot functionalise a custom op whose result aliases an argument.
-    "moe.out": f"({_MOE_ARGUMENTS}, Tensor(a!) out) -> ()",
-    "moe_unfinalized": f"({_MOE_ARGUMENTS}) -> (Tensor rows, Tensor row_of_slot)",
+    "moe.out": f"({_MOE_TENSORS}, *, {_MOE_OPTIONS}, Tensor(a!) out) -> ()",
+    "moe_unfinalized": f"({_MOE_TENSORS}, *, {_MOE_OPTIONS}) -> (Tensor rows, Tensor row_of_slot)",
     "finalize": "(Tensor rows, Tensor row_of_slot, Tensor topk_weights) -> Tensor",
+    "moe_backward": (
+        f"(Tensor grad_output, {_MOE_TENSORS}, *, bool[4] output_mask, {_MOE_OPTIONS}) "
+        "-> (Tensor grad_x, Tensor grad_topk_weights, Tensor grad_w13_bias, Tensor grad_w2_bias)"
+    ),
     "route": (
         "(Tensor logits, Tensor? correction_bias, Tensor? input_ids, Tensor? hash_table, int top_k, *, "
         'str method="softmax_topk", int groups=1, int topk_groups=1, bool renormalize=True, float scale=1.0) '

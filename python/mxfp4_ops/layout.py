@@ -35,6 +35,7 @@ class Layout:
     ``specs(hidden, intermediate, gated)`` takes padded sizes and names every tensor, the six slots first, aux after
     them. ``pack`` takes the six canonical tensors of one expert, already padded, biases included only where there are
     any; ``unpack`` takes what ``pack`` returned, with ``gated``, and gives the same bytes back. Both are pure.
+    Biases keep their numbers, whatever their places and dtype: the backward packs their gradients by ``pack``.
     """
 
     tag: str  # never parsed, never reused with another meaning

@@ -12,9 +12,12 @@ from .format import dequant
 from .x_formats import expand_x, round_static, round_x
 
 
-def _product(rows: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
+def product(rows: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
     """rows [n, k] times weight [out, k] transposed; row by row where a row's bits may not depend on n."""
-    return torch.stack([(weight * row).sum(-1) for row in rows]) if batch_invariant else rows @ weight.t()
+    if batch_invariant:
+        return torch.stack([(weight * row).sum(-1) for row in rows])
+    with torch.autocast(rows.device.type, enabled=False):  # it would round both factors to bfloat16
+        return rows @ weight.t()
 
 
 def _activate(activation: Resolved, h: Tensor, batch_invariant: bool) -> Tensor:
@@ -35,10 +38,26 @@ def _first_product(
 ) -> Tensor:
     """W13 times rows, each times its routing weight if there is one: before it is rounded, where it is."""
     if weight is None:
-        return _product(_entered(rows, x_format, input_scale), w13, batch_invariant)
+        return product(_entered(rows, x_format, input_scale), w13, batch_invariant)
     if x_format == "none":
-        return _product(rows, w13, batch_invariant) * weight
-    return _product(_entered(rows * weight, x_format, input_scale), w13, batch_invariant)
+        return product(rows, w13, batch_invariant) * weight
+    return product(_entered(rows * weight, x_format, input_scale), w13, batch_invariant)
+
+
+def host_reads_ids(device: torch.device) -> bool:
+    """Whether sizes may depend on ids: not where kernels are captured in graphs."""
+    return device.type == "cpu"
+
+
+def slots_of(chosen: Tensor) -> Tensor:
+    """The slots that one expert's turn works on, of chosen [T*K] bool.
+
+    On a CPU only the expert's own. Elsewhere each expert runs over all slots, and its caller masks out those not
+    chosen: slow, and right.
+    """
+    if host_reads_ids(chosen.device):
+        return chosen.nonzero()[:, 0]
+    return torch.arange(chosen.numel(), device=chosen.device)
 
 
 def moe(
@@ -77,9 +96,7 @@ def moe(
     rows = xs.new_zeros(tokens * top_k, hidden)
     for e in range(w13.shape[0]):
         chosen = ids == e
-        # On a CPU only the expert's own slots are computed. Elsewhere the host may not read ids (CUDA graphs), so each
-        # expert runs over all slots and a mask keeps its own: slow, and right.
-        slots = chosen.nonzero()[:, 0] if x.device.type == "cpu" else torch.arange(ids.numel(), device=x.device)
+        slots = slots_of(chosen)
         if slots.numel() == 0:
             continue
         weight = weights[slots, None]
@@ -91,7 +108,7 @@ def moe(
         if x_format == "none" and dtype is not torch.float32:
             a = a.to(torch.bfloat16).float()
         down = dequant(w2[e], w2_scale[e], torch.float32)
-        y = _product(_entered(a, x_format, scale2), down, batch_invariant)
+        y = product(_entered(a, x_format, scale2), down, batch_invariant)
         y = y if w2_bias is None else y + w2_bias[e].float()
         y = y if weight_on_input else y * weight
         rows[slots] = torch.where(chosen[slots, None], y, rows[slots])

@@ -5,7 +5,7 @@ As in ``checks.py`` nothing branches on the number of tokens. The functions that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from .argument_checks import cpu_extremes, need_device, need_dims, need_dtype, need_float, need_shape
 from .errors import need
 from .format import FLOAT_DTYPES, need_blocks
+from .layout import BIASES
 from .x_formats import FORMS, INPUT_SCALES, X_FORMATS, XFormat
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -75,6 +76,18 @@ def moe_inputs(op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, hidde
         ),
     )
     need(topk_ids.shape[1] > 0, lambda: f"{op}: topk_ids must have at least one column, got {list(topk_ids.shape)}.")
+
+
+def moe_backward(
+    op: str, grad_output: Tensor, x: Tensor, output_mask: Sequence[bool], weights: Mapping[str, Tensor | None]
+) -> None:
+    """Check what the backward has beside the arguments of ``moe``."""
+    need_dtype(op, "grad_output", grad_output, (x.dtype,))
+    need_shape(op, "grad_output", grad_output, x.shape, "[T, H] as x")
+    need_device(op, "grad_output", grad_output, x)
+    need(len(output_mask) == 4, lambda: f"{op}: output_mask must have 4 entries, got {len(output_mask)}.")
+    absent = [n for n, wanted in zip(BIASES, output_mask[2:], strict=True) if wanted and weights[n] is None]
+    need(not absent, lambda: f"{op}: output_mask must be False for {absent[0]}, which is None.")
 
 
 def _per_token(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
