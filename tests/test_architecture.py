@@ -30,7 +30,7 @@ LAYERS = (
     ("_ops", "functional"),
     ("autograd", "packed"),
     ("nn", "prepare"),
-    ("checkpoint",),
+    ("checkpoint", "export"),
     ("integrations.*",),
     ("integrations",),
     ("demo.*",),

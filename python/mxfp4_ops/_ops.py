@@ -244,7 +244,7 @@ def _qdq_mxfp4(x: Tensor, scale_calculation_mode: str = "even") -> Tensor:
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "moe": (moe, moe_fake),
     "route": (_route, _route_fake),
     "quant": (_quant, _quant_fake),
@@ -255,7 +255,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "repack_expert": (_repack_expert, _repack_fake),
     "localise": (localise, localise_fake),
 }
-_ALIASES: dict[str, Callable[..., Any]] = {
+ALIASES: dict[str, Callable[..., Any]] = {
     "mxfp4_moe": _mxfp4_moe,
     "dequant_mxfp4": _dequant_mxfp4,
     "qdq_mxfp4": _qdq_mxfp4,
@@ -270,11 +270,12 @@ _LEAF_FAKES: dict[str, Callable[..., Any]] = {
 
 def _register() -> None:
     for name, schema in (_schemas.PUBLIC | _schemas.ALIASES | _schemas.LEAVES).items():
-        LIBRARY.define(name + schema)
-    for name, (kernel, fake) in _KERNELS.items():
+        if not torch._C._jit_get_schemas_for_operator(f"mxfp4::{name}"):  # _C_schemas.so may have come first
+            LIBRARY.define(name + schema)
+    for name, (kernel, fake) in KERNELS.items():
         LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mxfp4::{name}", fake, lib=LIBRARY)
-    for name, alias in _ALIASES.items():
+    for name, alias in ALIASES.items():
         LIBRARY.impl(name, alias, "CompositeImplicitAutograd")
     for name, leaf in _LEAF_FAKES.items():
         torch.library.register_fake(f"mxfp4::{name}", leaf, lib=LIBRARY)

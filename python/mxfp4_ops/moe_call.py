@@ -35,7 +35,7 @@ class MoECall:
     w2: Tensor
     w2_scale: Tensor
     w2_bias: Tensor | None
-    aux: Sequence[Tensor]
+    aux: Sequence[Tensor] | None
     expert_ids: Tensor | None = None
     x_scale: Tensor | None = None
     layout: str = ""
@@ -66,9 +66,10 @@ class MoECall:
         """Refuse bad tensors; return the packed ones as backends take them."""
         checks.x_scale(_OP, self.x_scale, self.x_format)
         checks.moe_inputs(_OP, self.x, self.topk_ids, self.topk_weights, self.hidden)
-        checks.aux(_OP, self.aux, plan.names)
+        aux = self.aux or ()
+        checks.aux(_OP, aux, plan.names)
         sizes, gated = (self.hidden, self.intermediate), plan.activation.gated
-        tensors = self.slots() | dict(zip(plan.names[len(SLOTS) :], self.aux, strict=True))
+        tensors = self.slots() | dict(zip(plan.names[len(SLOTS) :], aux, strict=True))
         packed = checks.packed(_OP, tensors, plan.backend, *sizes, gated=gated, like=self.x)
         if self.expert_ids is not None:
             checks.expert_ids(_OP, self.expert_ids, self.w13.shape[0], self.x)
@@ -143,6 +144,11 @@ def localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
     localise_fake(topk_ids, expert_ids)
     checks.id_values("mxfp4::localise", topk_ids, None)
     checks.distinct("mxfp4::localise", expert_ids)
+    return shard_rows(topk_ids, expert_ids)
+
+
+def shard_rows(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
+    """``localise`` without its checks: reads no data on the host."""
     ids = topk_ids.contiguous()
     if expert_ids.shape[0] == 0:
         return torch.full_like(ids, -1)
