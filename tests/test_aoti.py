@@ -6,6 +6,8 @@ Compiling is what takes the time here, so that one lowered package and one progr
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ PROBLEM = Problem("aoti", 7, 96, 160, 4, 64, activation="swigluoai")
 TOKENS = (1, 2, 5, 64)
 ORDER = torch.tensor([6, 2, 9, 0, 4, 3, 11], dtype=torch.int32)
 PROGRAM = Path(__file__).parent / "aoti" / "run_package.cpp"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "export.md"
 SCALAR_TYPES = {  # c10::ScalarType, which has no name in Python
     torch.uint8: 0, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15,
 }  # fmt: skip
@@ -151,6 +154,12 @@ def test_without_python_the_refusals_are_the_same(lowered: Path, program: Path) 
         assert done.returncode == 1 and found is None and sentence in done.stderr
 
 
+def test_the_program_would_notice_python(lowered: Path, program: Path, tmp_path: Path) -> None:
+    disguised = shutil.copy(native_libraries()[0], tmp_path / "libpython3.so")
+    done, _ = without_python(program, lowered, arguments(5), [*native_libraries(), disguised])
+    assert done.returncode == 1 and "Python is in this process" in done.stderr
+
+
 def test_without_the_libraries_the_missing_op_is_named(lowered: Path, program: Path) -> None:
     done, _ = without_python(program, lowered, arguments(5), [])
     assert done.returncode == 1 and "mxfp4::_native" in done.stderr
@@ -165,3 +174,14 @@ def test_a_package_that_is_not_lowered_runs_beside_python(tmp_path: Path) -> Non
     x, ids, routing = arguments(5)[:3]
     with pytest.raises(RuntimeError, match="mxfp4::moe: topk_ids must be below the number of experts E = 7, got 13"):
         run(x, torch.full_like(ids, 13), routing)
+
+
+def test_the_document_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = DOCUMENT.read_text()
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", text, flags=re.S):
+        exec(compile(code, str(DOCUMENT), "exec"), names)
+    assert capsys.readouterr().out.split() == [str(path) for path in native_libraries()]
+    (code,) = re.findall(r"```cpp\n(.*?)```", text, flags=re.S)
+    assert set(code.splitlines()) <= set(PROGRAM.read_text().splitlines())

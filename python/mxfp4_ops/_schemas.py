@@ -39,10 +39,10 @@ ALIASES = {
     "qdq_mxfp4": '(Tensor x, str scale_calculation_mode="even") -> Tensor',
 }
 
-# Leaves: tensors and finite numbers, no strings, no lists, since AOTInductor writes no infinity and loses empty lists; for
-# beta and limit None is infinity. The compiled library of a device registers their kernels and nothing else. A leaf
-# refuses what does not fit: an exported graph calls it without the checks of its op. csrc/cpu/schemas.cpp repeats the
-# texts for processes without Python.
+# Leaves: tensors and finite numbers, no strings, no lists. AOTInductor writes no infinity and loses empty lists, so
+# beta and limit are None where they are infinite. The compiled library of a device registers their kernels and nothing
+# else. A leaf refuses what does not fit: an exported graph calls it without the checks of its op. csrc/cpu/schemas.cpp
+# repeats the texts for processes without Python.
 LEAVES = {
     "_native_moe": (
         f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, int hidden, int intermediate, int activation, "
