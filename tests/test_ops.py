@@ -153,7 +153,7 @@ def test_leaves_have_true_fakes() -> None:
     assert kernels("mxfp4::_native_moe", "CPU"), "the compiled library is part of the tested package"
     for op, args in (
         (OPS._native_quant, (x, 0)),
-        (OPS._native_dequant, (blocks, scales, torch.bfloat16)),
+        (OPS._native_dequant, (blocks, scales, 1)),
         (OPS._native_qdq, (x, 2)),
     ):
         opcheck(op, args)

@@ -50,6 +50,20 @@ Dtype dtype_of(ScalarType type) {
     }
 }
 
+// The dtype that a schema names by its place in FLOAT_DTYPES of format.py.
+ScalarType scalar_type_of(int64_t code) {
+    switch (code) {
+        case static_cast<int64_t>(Dtype::f32):
+            return ScalarType::Float;
+        case static_cast<int64_t>(Dtype::bf16):
+            return ScalarType::BFloat16;
+        case static_cast<int64_t>(Dtype::f16):
+            return ScalarType::Half;
+        default:
+            throw std::runtime_error("mxfp4_ops: dtype");
+    }
+}
+
 // torch's own threads, as many as torch.set_num_threads allows.
 Threads torch_threads() {
     return {static_cast<int64_t>(torch::stable::get_num_threads()),
@@ -86,9 +100,8 @@ void check_quant(const Tensor& x, int64_t scale_rule) {
     require(scale_rule >= 0 && scale_rule <= static_cast<int64_t>(ScaleRule::rceil), "scale rule");
 }
 
-void check_dequant(const Tensor& blocks, const Tensor& scales, ScalarType type) {
+void check_dequant(const Tensor& blocks, const Tensor& scales) {
     require(is_byte(blocks) && is_byte(scales), "blocks and scales are bytes");
-    require(type != ScalarType::Double, "dtype");
     require(shape_with_last(blocks, 0) == shape_with_last(scales, 0) && blocks.size(-1) * 2 % kBlock == 0 &&
                 blocks.size(-1) * 2 == scales.size(-1) * kBlock,
             "scales do not match blocks");
@@ -112,9 +125,10 @@ std::tuple<Tensor, Tensor> native_quant(const Tensor& x, int64_t scale_rule) {
     return {blocks, scales};
 }
 
-Tensor native_dequant(const Tensor& blocks, const Tensor& scales, ScalarType type) {
+Tensor native_dequant(const Tensor& blocks, const Tensor& scales, int64_t dtype_code) {
     const Kernels& k = kernels();
-    check_dequant(blocks, scales, type);
+    check_dequant(blocks, scales);
+    const ScalarType type = scalar_type_of(dtype_code);
     Tensor out = torch::stable::new_empty(blocks, shape_with_last(blocks, blocks.size(-1) * 2), type);
     const Dtype dtype = dtype_of(type);
     const auto* codes = static_cast<const uint8_t*>(blocks.const_data_ptr());

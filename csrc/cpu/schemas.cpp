@@ -13,7 +13,7 @@ constexpr const char* kSchemas[] = {
     "Tensor w2, Tensor w2_scale, Tensor? w2_bias, int hidden, int intermediate, int activation, float alpha, "
     "float? beta, float? limit, bool weight_on_input, bool batch_invariant) -> Tensor",
     "_native_quant(Tensor x, int scale_rule) -> (Tensor, Tensor)",
-    "_native_dequant(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor",
+    "_native_dequant(Tensor blocks, Tensor scales, int dtype) -> Tensor",
     "_native_qdq(Tensor x, int scale_rule) -> Tensor",
     "_native_cpu_isa() -> str",
 };

@@ -21,7 +21,7 @@ from ._extension import cpu_isa
 from .activation import resolve
 from .backends import Backend
 from .dispatch import backend_of
-from .format import BLOCK, SCALE_RULES, as_bytes
+from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
 from .moe_call import localise, localise_fake, moe, moe_fake
 
@@ -51,7 +51,7 @@ def _quant(x: Tensor, *, scale_rule: str = "even") -> tuple[Tensor, Tensor]:
 def _dequant_fake(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     dtype = torch.bfloat16 if dtype is None else dtype
     checks.dequant("mxfp4::dequant", blocks, scales, dtype)
-    return _native_dequant_fake(blocks, scales, dtype)
+    return _native_dequant_fake(blocks, scales, FLOAT_DTYPES.index(dtype))
 
 
 def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
     checks.dequant("mxfp4::dequant", blocks, scales, dtype)
     blocks, scales = as_bytes(blocks).contiguous(), as_bytes(scales).contiguous()
     if _native(blocks):
-        return torch.ops.mxfp4._native_dequant(blocks, scales, dtype)
+        return torch.ops.mxfp4._native_dequant(blocks, scales, FLOAT_DTYPES.index(dtype))
     return format.dequant(blocks, scales, dtype)
 
 
@@ -218,8 +218,8 @@ def _native_quant_fake(x: Tensor, scale_rule: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(*lead, n // 2, dtype=torch.uint8), x.new_empty(*lead, n // BLOCK, dtype=torch.uint8)
 
 
-def _native_dequant_fake(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return blocks.new_empty(*blocks.shape[:-1], blocks.shape[-1] * 2, dtype=dtype)
+def _native_dequant_fake(blocks: Tensor, scales: Tensor, dtype: int) -> Tensor:
+    return blocks.new_empty(*blocks.shape[:-1], blocks.shape[-1] * 2, dtype=FLOAT_DTYPES[dtype])
 
 
 def _like_x_fake(x: Tensor, *rest: Any) -> Tensor:

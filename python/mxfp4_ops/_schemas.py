@@ -39,17 +39,17 @@ ALIASES = {
     "qdq_mxfp4": '(Tensor x, str scale_calculation_mode="even") -> Tensor',
 }
 
-# Leaves: tensors and finite numbers, no strings, no lists. AOTInductor writes no infinity and loses empty lists, so
-# beta and limit are None where they are infinite. The compiled library of a device registers their kernels and nothing
-# else. A leaf refuses what does not fit: an exported graph calls it without the checks of its op. csrc/cpu/schemas.cpp
-# repeats the texts for processes without Python.
+# Leaves: tensors and finite numbers, no strings, lists or dtypes. AOTInductor writes no infinity (beta and limit are
+# None where they are infinite), loses empty lists and, in torch 2.11, mistakes dtypes. The compiled library of a device
+# registers their kernels and nothing else. A leaf refuses what does not fit: an exported graph calls it without the
+# checks of its op. csrc/cpu/schemas.cpp repeats the texts for processes without Python.
 LEAVES = {
     "_native_moe": (
         f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, int hidden, int intermediate, int activation, "
         "float alpha, float? beta, float? limit, bool weight_on_input, bool batch_invariant) -> Tensor"
     ),
     "_native_quant": "(Tensor x, int scale_rule) -> (Tensor, Tensor)",
-    "_native_dequant": "(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor",
+    "_native_dequant": "(Tensor blocks, Tensor scales, int dtype) -> Tensor",
     "_native_qdq": "(Tensor x, int scale_rule) -> Tensor",
     "_native_cpu_isa": "() -> str",
 }

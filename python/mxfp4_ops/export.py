@@ -25,7 +25,7 @@ _TRACEABLE = ("route", "quant", "dequant", "qdq")
 
 
 def _moe(*args: Any, **kwargs: Any) -> Tensor:
-    """``moe`` by the layout's backend, whose ops check the values of the ids when the program runs."""
+    """``moe`` by the layout's backend, with the checks that look at values as assertions."""
     call = MoECall(*args, **kwargs)
     plan = call.plan()
     if not plan.backend.lowers:
@@ -35,13 +35,18 @@ def _moe(*args: Any, **kwargs: Any) -> Tensor:
             "as it is and import mxfp4_ops where it runs."
         )
     packed = call.check(plan)
-    ids = call.topk_ids if call.expert_ids is None else _localise(call.topk_ids, call.expert_ids)
+    ids = call.topk_ids
+    if call.expert_ids is not None:
+        ids = _localise(ids, call.expert_ids)
+    elif ids.device.type == "cpu":  # as in the op: elsewhere values are not looked at
+        known = (ids >= -1) & (ids < call.w13.shape[0])
+        _assert(known.all(), "mxfp4::moe: topk_ids must be -1 (skip) or below the number of experts.")
     return call.run(plan, ids, packed)
 
 
 def _localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
     localise_fake(topk_ids, expert_ids)
-    if topk_ids.device.type == "cpu":  # as in the op: elsewhere values are not looked at
+    if topk_ids.device.type == "cpu":
         ordered = expert_ids.sort().values
         _assert((topk_ids >= -1).all(), "mxfp4::localise: topk_ids must be -1 (skip) or an expert.")
         _assert((ordered[1:] != ordered[:-1]).all(), "mxfp4::localise: expert_ids must not repeat.")
@@ -49,7 +54,10 @@ def _localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 def _assert(ok: Tensor, sentence: str) -> None:
-    """Refuse when the program runs, by RuntimeError. The sentence is fixed in the graph and cannot name the value."""
+    """Refuse when the program runs, by RuntimeError. The sentence is fixed in the graph and cannot name the value.
+
+    Leaves look at values too, but compiled programs of torch 2.11 go on when a custom op raises.
+    """
     torch.ops.aten._assert_async.msg(ok, sentence)
 
 
