@@ -33,7 +33,7 @@ LAYERS = (
     ("_ops", "functional"),
     ("autograd", "debug", "packed"),
     ("nn", "prepare"),
-    ("checkpoint",),
+    ("checkpoint", "export"),
     ("integrations.*",),
     ("integrations",),
     ("demo.*",),

@@ -211,7 +211,8 @@ def test_other_forms_of_x_are_refused_by_name(runnable: Runnable) -> None:
         ({"w2_bias": None}, ValueError, "output_mask must be False for w2_bias, which is None."),
         ({"topk_ids": torch.full((5, 4), 7)}, ValueError, "topk_ids must be below the number of experts E = 7, got 7."),
         ({"x": torch.zeros(5, 64)}, ValueError, r"x must be \[T, H\] with H = hidden = 96, got \[5, 64\]."),
-        ({"x_scale": torch.ones(5)}, ValueError, "x_scale must be None for x_format 'none', which takes x in its own dtype."),
+        ({"x_scale": torch.ones(5)}, ValueError,
+         "x_scale must be None for x_format 'none', which takes x in its own dtype."),
     ],
 )  # fmt: skip
 def test_sentences(change: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -152,7 +152,7 @@ def test_leaves_have_true_fakes() -> None:
     assert kernels("mxfp4::_native_moe", "CPU"), "the compiled library is part of the tested package"
     for op, args in (
         (OPS._native_quant, (x, 0)),
-        (OPS._native_dequant, (blocks, scales, torch.bfloat16)),
+        (OPS._native_dequant, (blocks, scales, 1)),
         (OPS._native_qdq, (x, 2)),
         (OPS._native_route, (x, torch.zeros(64), None, 4, 1, 8, 2, True, 2.0)),
         (OPS._native_route, (x, None, torch.tensor([[3], [-1], [63]], dtype=torch.int32), 1, 2, 1, 1, False, 1.0)),

@@ -1,13 +1,15 @@
 // The boundary to torch: tensors in, memory and threads, tensors out. LibTorch stable ABI only, so that one binary
 // serves every torch from 2.11 on; the only file of csrc/cpu that knows torch.
 //
-// Schemas are defined in Python before this library is loaded, and every argument has been checked there.
+// Schemas are defined in Python or by schemas.cpp, best before this library is loaded. Programs that were exported call
+// these kernels without the checks in Python, so each one refuses what it cannot read.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -49,6 +51,20 @@ Dtype dtype_of(ScalarType type) {
     }
 }
 
+// The dtype that a schema names by its place in FLOAT_DTYPES of format.py.
+ScalarType scalar_type_of(int64_t code) {
+    switch (code) {
+        case static_cast<int64_t>(Dtype::f32):
+            return ScalarType::Float;
+        case static_cast<int64_t>(Dtype::bf16):
+            return ScalarType::BFloat16;
+        case static_cast<int64_t>(Dtype::f16):
+            return ScalarType::Half;
+        default:
+            throw std::runtime_error("mxfp4_ops: dtype");
+    }
+}
+
 // torch's own threads, as many as torch.set_num_threads allows.
 Threads torch_threads() {
     return {static_cast<int64_t>(torch::stable::get_num_threads()),
@@ -62,7 +78,7 @@ Threads torch_threads() {
 std::vector<int64_t> shape_with_last(const Tensor& tensor, int64_t last) {
     const auto sizes = tensor.sizes();
     std::vector<int64_t> shape(sizes.begin(), sizes.end());
-    require(!shape.empty() && tensor.is_contiguous(), "a contiguous tensor is needed");
+    require(!shape.empty() && tensor.is_cpu() && tensor.is_contiguous(), "a contiguous tensor on the CPU is needed");
     shape.back() = last;
     return shape;
 }
@@ -75,10 +91,27 @@ void for_chunks(int64_t elements, Body body) {
                    [&](int64_t, int64_t chunk) { body(chunk * kChunk, std::min(kChunk, elements - chunk * kChunk)); });
 }
 
+bool is_byte(const Tensor& tensor) {
+    return tensor.scalar_type() == ScalarType::Byte;
+}
+
+void check_quant(const Tensor& x, int64_t scale_rule) {
+    require(x.dim() > 0 && x.size(-1) % kBlock == 0, "last dimension");
+    require(x.scalar_type() != ScalarType::Double, "dtype");
+    require(scale_rule >= 0 && scale_rule <= static_cast<int64_t>(ScaleRule::rceil), "scale rule");
+}
+
+void check_dequant(const Tensor& blocks, const Tensor& scales) {
+    require(is_byte(blocks) && is_byte(scales), "blocks and scales are bytes");
+    require(shape_with_last(blocks, 0) == shape_with_last(scales, 0) && blocks.size(-1) * 2 % kBlock == 0 &&
+                blocks.size(-1) * 2 == scales.size(-1) * kBlock,
+            "scales do not match blocks");
+}
+
 std::tuple<Tensor, Tensor> native_quant(const Tensor& x, int64_t scale_rule) {
     const Kernels& k = kernels();
+    check_quant(x, scale_rule);
     const int64_t n = x.size(-1);
-    require(n % kBlock == 0, "last dimension");
     Tensor blocks = torch::stable::new_empty(x, shape_with_last(x, n / 2), ScalarType::Byte);
     Tensor scales = torch::stable::new_empty(x, shape_with_last(x, n / kBlock), ScalarType::Byte);
     const Dtype dtype = dtype_of(x.scalar_type());
@@ -95,8 +128,8 @@ std::tuple<Tensor, Tensor> native_quant(const Tensor& x, int64_t scale_rule) {
 
 void native_dequant_out(const Tensor& blocks, const Tensor& scales, const Tensor& out) {
     const Kernels& k = kernels();
-    require(blocks.is_contiguous() && scales.is_contiguous() && out.is_contiguous(), "a contiguous tensor is needed");
-    require(blocks.numel() * 2 == out.numel() && scales.numel() * kBlock == out.numel(), "blocks, scales and out");
+    check_dequant(blocks, scales);
+    require(out.is_cpu() && out.is_contiguous() && out.numel() == blocks.numel() * 2, "out");
     const Dtype dtype = dtype_of(out.scalar_type());
     const auto* codes = static_cast<const uint8_t*>(blocks.const_data_ptr());
     const auto* bytes = static_cast<const uint8_t*>(scales.const_data_ptr());
@@ -108,14 +141,17 @@ void native_dequant_out(const Tensor& blocks, const Tensor& scales, const Tensor
     });
 }
 
-Tensor native_dequant(const Tensor& blocks, const Tensor& scales, ScalarType type) {
-    Tensor out = torch::stable::new_empty(blocks, shape_with_last(blocks, blocks.size(-1) * 2), type);
+Tensor native_dequant(const Tensor& blocks, const Tensor& scales, int64_t dtype_code) {
+    check_dequant(blocks, scales);
+    const std::vector<int64_t> shape = shape_with_last(blocks, blocks.size(-1) * 2);
+    Tensor out = torch::stable::new_empty(blocks, shape, scalar_type_of(dtype_code));
     native_dequant_out(blocks, scales, out);
     return out;
 }
 
 Tensor native_qdq(const Tensor& x, int64_t scale_rule) {
     const Kernels& k = kernels();
+    check_quant(x, scale_rule);
     Tensor out = torch::stable::new_empty(x, shape_with_last(x, x.size(-1)), x.scalar_type());
     const Dtype dtype = dtype_of(x.scalar_type());
     const auto* src = static_cast<const char*>(x.const_data_ptr());
@@ -144,8 +180,7 @@ bool is_plain(const Tensor& tensor, std::initializer_list<int64_t> wanted) {
 }
 
 bool is_packed(const Tensor& weights, int64_t experts, int64_t rows, int64_t columns) {
-    return weights.scalar_type() == ScalarType::Byte &&
-           is_plain(weights, {experts, rows / kTileRows, columns / kSuperK, kSuperBytes});
+    return is_byte(weights) && is_plain(weights, {experts, rows / kTileRows, columns / kSuperK, kSuperBytes});
 }
 
 bool is_bias(const std::optional<Tensor>& bias, int64_t experts, int64_t width) {
@@ -168,8 +203,8 @@ void check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
     require(is_packed(w13, experts, rows_of(intermediate), padded(hidden)) &&
                 is_packed(w2, experts, padded(hidden), padded(intermediate)),
             "weights");
-    require(is_plain(w13_scale, {experts, 0}) && is_plain(w2_scale, {experts, 0}) &&
-                w13_scale.scalar_type() == ScalarType::Byte && w2_scale.scalar_type() == ScalarType::Byte,
+    require(is_plain(w13_scale, {experts, 0}) && is_plain(w2_scale, {experts, 0}) && is_byte(w13_scale) &&
+                is_byte(w2_scale),
             "scales are inside the weights");
     require(is_bias(w13_bias, experts, rows_of(intermediate)) && is_bias(w2_bias, experts, padded(hidden)), "biases");
 }
@@ -208,8 +243,8 @@ std::vector<int32_t> checked_ids(const Tensor& topk_ids, int64_t experts) {
 Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
                   const Tensor& w13_scale, const std::optional<Tensor>& w13_bias, const Tensor& w2,
                   const Tensor& w2_scale, const std::optional<Tensor>& w2_bias, int64_t hidden, int64_t intermediate,
-                  int64_t activation, double alpha, double beta, double limit, bool weight_on_input,
-                  bool batch_invariant) {
+                  int64_t activation, double alpha, std::optional<double> beta, std::optional<double> limit,
+                  bool weight_on_input, bool batch_invariant) {
     check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, hidden, intermediate,
               activation);
     const bool wide = topk_ids.scalar_type() == ScalarType::Long;
@@ -233,8 +268,9 @@ Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_we
     args.w13_bias = bias_of(w13_bias);
     args.w2 = static_cast<const uint8_t*>(w2.const_data_ptr());
     args.w2_bias = bias_of(w2_bias);
-    args.activation = {static_cast<Activation>(activation), static_cast<float>(alpha), static_cast<float>(beta),
-                       static_cast<float>(limit)};
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    args.activation = {static_cast<Activation>(activation), static_cast<float>(alpha),
+                       static_cast<float>(beta.value_or(kInfinity)), static_cast<float>(limit.value_or(kInfinity))};
     args.weight_on_input = weight_on_input;
     args.batch_invariant = batch_invariant;
     args.out = out.mutable_data_ptr();

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 @functools.lru_cache(maxsize=1)
@@ -18,7 +18,7 @@ def load_cpu() -> str | None:
 
     The schemas of the leaf ops must be defined before: ``_ops`` calls this at its end.
     """
-    path = _FOLDER / "_C_cpu.so"
+    path = FOLDER / "_C_cpu.so"
     if not path.exists():
         return "the compiled CPU library is absent (installed with MXFP4_BUILD=none, or not built)"
     try:

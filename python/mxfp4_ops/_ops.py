@@ -21,7 +21,7 @@ from ._extension import cpu_isa, runs_native
 from .activation import resolve
 from .backends import Backend
 from .dispatch import backend_of
-from .format import BLOCK, SCALE_RULES, as_bytes
+from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
 from .moe_backward import moe_backward, moe_backward_fake
 from .moe_call import localise, localise_fake, moe, moe_fake, moe_out, moe_out_fake
@@ -51,7 +51,7 @@ def _quant(x: Tensor, *, scale_rule: str = "even") -> tuple[Tensor, Tensor]:
 def _dequant_fake(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     dtype = torch.bfloat16 if dtype is None else dtype
     checks.dequant("mxfp4::dequant", blocks, scales, dtype)
-    return _native_dequant_fake(blocks, scales, dtype)
+    return _native_dequant_fake(blocks, scales, FLOAT_DTYPES.index(dtype))
 
 
 def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
     checks.dequant("mxfp4::dequant", blocks, scales, dtype)
     blocks, scales = as_bytes(blocks).contiguous(), as_bytes(scales).contiguous()
     if runs_native(blocks):
-        return torch.ops.mxfp4._native_dequant(blocks, scales, dtype)
+        return torch.ops.mxfp4._native_dequant(blocks, scales, FLOAT_DTYPES.index(dtype))
     return format.dequant(blocks, scales, dtype)
 
 
@@ -197,8 +197,8 @@ def _native_quant_fake(x: Tensor, scale_rule: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(*lead, n // 2, dtype=torch.uint8), x.new_empty(*lead, n // BLOCK, dtype=torch.uint8)
 
 
-def _native_dequant_fake(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return blocks.new_empty(*blocks.shape[:-1], blocks.shape[-1] * 2, dtype=dtype)
+def _native_dequant_fake(blocks: Tensor, scales: Tensor, dtype: int) -> Tensor:
+    return blocks.new_empty(*blocks.shape[:-1], blocks.shape[-1] * 2, dtype=FLOAT_DTYPES[dtype])
 
 
 def _native_dequant_out_fake(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -227,7 +227,7 @@ def _qdq_mxfp4(x: Tensor, scale_calculation_mode: str = "even") -> Tensor:
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "moe": (moe, moe_fake),
     "moe.out": (moe_out, moe_out_fake),
     "moe_unfinalized": (moe_unfinalized, moe_unfinalized_fake),
@@ -243,7 +243,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "repack_expert": (_repack_expert, _repack_fake),
     "localise": (localise, localise_fake),
 }
-_ALIASES: dict[str, Callable[..., Any]] = {
+ALIASES: dict[str, Callable[..., Any]] = {
     "mxfp4_moe": _mxfp4_moe,
     "dequant_mxfp4": _dequant_mxfp4,
     "qdq_mxfp4": _qdq_mxfp4,
@@ -260,11 +260,12 @@ _LEAF_FAKES: dict[str, Callable[..., Any]] = {
 
 def _register() -> None:
     for name, schema in (_schemas.PUBLIC | _schemas.ALIASES | _schemas.LEAVES).items():
-        LIBRARY.define(name + schema)
-    for name, (kernel, fake) in _KERNELS.items():
+        if not torch._C._jit_get_schemas_for_operator(f"mxfp4::{name}"):  # _C_schemas.so may have come first
+            LIBRARY.define(name + schema)
+    for name, (kernel, fake) in KERNELS.items():
         LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mxfp4::{name}", fake, lib=LIBRARY)
-    for name, alias in _ALIASES.items():
+    for name, alias in ALIASES.items():
         LIBRARY.impl(name, alias, "CompositeImplicitAutograd")
     for name, leaf in _LEAF_FAKES.items():
         torch.library.register_fake(f"mxfp4::{name}", leaf, lib=LIBRARY)

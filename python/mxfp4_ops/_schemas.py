@@ -11,7 +11,7 @@ _SIX = "Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_sca
 _ACTIVATION = 'str activation="silu", float? alpha=None, float? beta=None, float? limit=None'
 _PREPARE = f"str layout, bool interleaved=False, {_ACTIVATION}"
 _MOE_TENSORS = (
-    f"Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, Tensor[] aux, Tensor? expert_ids=None, "
+    f"Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, Tensor[]? aux, Tensor? expert_ids=None, "
     "Tensor? x_scale=None"
 )
 _MOE_OPTIONS = (
@@ -52,19 +52,21 @@ ALIASES = {
     "qdq_mxfp4": '(Tensor x, str scale_calculation_mode="even") -> Tensor',
 }
 
-# Leaves: plain tensors and numbers, no strings. The compiled library of a device registers their kernels and nothing
-# else. _native_moe and _native_route refuse every tensor that does not fit; the others rely on the checks of their ops.
+# Leaves: tensors and finite numbers, no strings, lists or dtypes. AOTInductor writes no infinity (beta and limit are
+# None where they are infinite), loses empty lists and, in torch 2.11, mistakes dtypes. The compiled library of a device
+# registers their kernels and nothing else. A leaf refuses what does not fit: an exported graph calls it without the
+# checks of its op. csrc/cpu/schemas.cpp repeats the texts for processes without Python.
 LEAVES = {
     "_native_moe": (
         f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {_SIX}, int hidden, int intermediate, int activation, "
-        "float alpha, float beta, float limit, bool weight_on_input, bool batch_invariant) -> Tensor"
+        "float alpha, float? beta, float? limit, bool weight_on_input, bool batch_invariant) -> Tensor"
     ),
     "_native_route": (
         "(Tensor logits, Tensor? bias, Tensor? given, int top_k, int score, int groups, int topk_groups, "
         "bool renormalize, float scale) -> (Tensor, Tensor)"
     ),
     "_native_quant": "(Tensor x, int scale_rule) -> (Tensor, Tensor)",
-    "_native_dequant": "(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor",
+    "_native_dequant": "(Tensor blocks, Tensor scales, int dtype) -> Tensor",
     "_native_dequant_out": "(Tensor blocks, Tensor scales, Tensor(a!) out) -> ()",
     "_native_qdq": "(Tensor x, int scale_rule) -> Tensor",
     "_native_cpu_isa": "() -> str",

@@ -31,13 +31,14 @@ def _no_backward(name: str) -> Callable[..., NoReturn]:
 
 
 def _moe_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:_AUX], *inputs[_AUX + 1 :], *inputs[_AUX])
+    ctx.save_for_backward(*inputs[:_AUX], *inputs[_AUX + 1 :], *(inputs[_AUX] or ()))
     ctx.options = keyword_only_inputs
 
 
 def _moe_backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     needed = dict(zip(_MOE_INPUTS, ctx.needs_input_grad, strict=False))  # arguments left at None are not among them
-    needed["aux"] = any(needed["aux"])
+    by_aux = needed["aux"]
+    needed["aux"] = any(by_aux) if isinstance(by_aux, (list, tuple)) else False  # None, or empty: nothing to need
     frozen = [name for name, state in needed.items() if state and name not in _MOE_DIFFERENTIABLE]
     need(
         not frozen,
@@ -49,7 +50,8 @@ def _moe_backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     mask = [needed[name] for name in _MOE_DIFFERENTIABLE]
     found = torch.ops.mxfp4.moe_backward(grad_output, *inputs, output_mask=mask, **ctx.options)
     gradients = {name: g for name, g, wanted in zip(_MOE_DIFFERENTIABLE, found, mask, strict=True) if wanted}
-    return tuple([None] * len(saved[others:]) if name == "aux" else gradients.get(name) for name in needed)
+    nothing = [None] * len(saved[others:]) if isinstance(by_aux, (list, tuple)) else None
+    return tuple(nothing if name == "aux" else gradients.get(name) for name in needed)
 
 
 def _qdq_backward(ctx: Any, grad_output: Tensor) -> Tensor:

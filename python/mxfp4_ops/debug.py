@@ -105,7 +105,7 @@ class _Debug(TorchDispatchMode):
 
     def _check_expert(self, call: MoECall, plan: CallPlan, where: str, expert: int) -> None:
         names = plan.names[: len(plan.names) - len(INPUT_SCALES)] if call.x_format == "fp8_static" else plan.names
-        stacks = call.slots() | dict(zip(names[len(SLOTS) :], call.aux, strict=False))
+        stacks = call.slots() | dict(zip(names[len(SLOTS) :], call.aux or (), strict=False))
         present = {n: t for n, t in stacks.items() if t is not None and (n not in BIASES or t.numel())}
         bytes_ = {n: t if n in BIASES else as_bytes(t) for n, t in present.items()}
         canonical = unpack_expert(

@@ -22,7 +22,7 @@ NEUTRAL_SCALE = 127  # 2^0: what padding is filled with
 _BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 SCALE_RULES = {"even": 0, "floor": 1, "ceil": 2, "rceil": 3}  # name -> code of the native kernels
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # their places are the codes of the native kernels
 
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1

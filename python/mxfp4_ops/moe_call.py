@@ -35,7 +35,7 @@ class MoECall:
     w2: Tensor
     w2_scale: Tensor
     w2_bias: Tensor | None
-    aux: Sequence[Tensor]
+    aux: Sequence[Tensor] | None
     expert_ids: Tensor | None = None
     x_scale: Tensor | None = None
     layout: str = ""
@@ -82,8 +82,9 @@ class MoECall:
         token_checks.moe_inputs(op, self.x, self.topk_ids, self.topk_weights, self.hidden, packed=halves)
         if self.x_scale is not None:
             token_checks.x_scale(op, self.x_scale, self.x, self.x_format, self.hidden)
-        checks.aux(op, self.aux, plan.names)
-        by_name = dict(zip(plan.names[len(SLOTS) :], self.aux, strict=True))
+        aux = self.aux or ()
+        checks.aux(op, aux, plan.names)
+        by_name = dict(zip(plan.names[len(SLOTS) :], aux, strict=True))
         token_checks.input_scales(op, by_name, self.w13)
         scales = {name: by_name.pop(name) for name in INPUT_SCALES if name in by_name}
         sizes, gated = (self.hidden, self.intermediate), plan.activation.gated
@@ -184,6 +185,11 @@ def localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
     localise_fake(topk_ids, expert_ids)
     token_checks.id_values("mxfp4::localise", topk_ids, None)
     token_checks.distinct("mxfp4::localise", expert_ids)
+    return shard_rows(topk_ids, expert_ids)
+
+
+def shard_rows(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
+    """``localise`` without its checks: reads no data on the host."""
     ids = topk_ids.contiguous()
     if expert_ids.shape[0] == 0:
         return torch.full_like(ids, -1)

@@ -127,15 +127,21 @@ class RouteCall:
         )
         need_device(_OP, "hash_table", table, self.logits, "logits'")
 
+    def check_values(self) -> None:
+        """Refuse, on a CPU, tokens and experts that do not exist."""
+        if self.input_ids is not None and self.hash_table is not None:
+            vocabulary, experts = self.hash_table.shape[0], self.logits.shape[1]
+            _need_values("input_ids", self.input_ids, f"the vocabulary {vocabulary} of hash_table", vocabulary)
+            rows = self.hash_table[self.input_ids.long()] if self.logits.device.type == "cpu" else self.hash_table
+            _need_values("hash_table", rows, f"the number of experts {experts}", experts)
+
     def given(self) -> Tensor | None:
-        """Look the experts up, [T, top_k] int32: on a CPU all of them exist, elsewhere -1 stands for others."""
+        """Look the experts up, [T, top_k] int32; -1 stands for one that does not exist."""
         ids, table = self.input_ids, self.hash_table
         if ids is None or table is None:
             return None
         vocabulary, experts = table.shape[0], self.logits.shape[1]
-        _need_values("input_ids", ids, f"the vocabulary {vocabulary} of hash_table", vocabulary)
         rows = table[ids.clamp(0, vocabulary - 1).long()]
-        _need_values("hash_table", rows, f"the number of experts {experts}", experts)
         known = ((ids >= 0) & (ids < vocabulary))[:, None] & (rows >= 0) & (rows < experts)
         return torch.where(known, rows, -1).to(torch.int32)
 
@@ -165,6 +171,12 @@ def native_route_fake(
 def route_kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     call = RouteCall(*args, **kwargs)
     method = call.check()
+    call.check_values()
+    return run_route(call, method)
+
+
+def run_route(call: RouteCall, method: Method) -> tuple[Tensor, Tensor]:
+    """``route`` without its checks: reads no data on the host."""
     given = call.given()
     bias = None if call.correction_bias is None else call.correction_bias.float().contiguous()
     options = (call.groups, call.topk_groups, call.renormalize, call.scale)

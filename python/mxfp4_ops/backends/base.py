@@ -82,6 +82,9 @@ class Backend:
     # run() raises RuntimeError, before any work, for ids outside -1..E-1 and for every tensor that the op's checks
     # would refuse or convert. The op then calls it first, and checks in Python only what it refused.
     checks_inputs: bool = False
+    # run() only calls aten ops and compiled ops, which check their inputs, and reads no data: traced, it is what an
+    # exported program holds in place of ``moe``, and such a program runs without Python (``export.lower``).
+    lowers: bool = False
     slow: str = ""  # what it costs to land here: select() warns once with this text
 
 

@@ -9,6 +9,7 @@ needs no second pass. 17/32 byte a weight, read as one stream. ``docs/layouts.md
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -145,13 +146,18 @@ def _run(
         intermediate,
         activation.code,
         activation.alpha,
-        activation.beta,
-        activation.limit,
+        None if activation.beta == math.inf else activation.beta,
+        None if activation.limit == math.inf else activation.limit,
         weight_on_input,
         batch_invariant,
     )
 
 
 BACKEND = Backend(
-    "native_cpu", Layout("native_cpu.tile32.v1", 64, 64, _specs, _pack, _unpack), _why_not, _run, checks_inputs=True
+    "native_cpu",
+    Layout("native_cpu.tile32.v1", 64, 64, _specs, _pack, _unpack),
+    _why_not,
+    _run,
+    checks_inputs=True,
+    lowers=True,
 )
