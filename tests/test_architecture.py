@@ -19,7 +19,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors", "_schemas", "eager"),
     ("_extension", "format", "activation", "layout"),
-    ("reference", "problem", "experts"),
+    ("reference", "problem", "experts", "scale_search"),
+    ("quant_modes",),
     ("backends.base",),
     ("backends.*",),
     ("backends",),
@@ -29,7 +30,7 @@ LAYERS = (
     ("moe_call",),
     ("_ops", "functional"),
     ("autograd", "packed"),
-    ("nn", "prepare"),
+    ("nn", "prepare", "quantize"),
     ("checkpoint",),
     ("integrations.*",),
     ("integrations",),

@@ -17,12 +17,15 @@ from .nn import MXFP4Experts
 from .packed import PackedExperts
 from .prepare import prepare, problem_of, repack_expert, unprepare
 from .problem import MoEProblem, arch_of
+from .quant_modes import QUANT_MODES, QuantMode
+from .quantize import quantize_experts
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
+    "QUANT_MODES",
     "Activation",
     "Backend",
     "ExpertWeights",
@@ -30,6 +33,7 @@ __all__ = [
     "MXFP4Experts",
     "MoEProblem",
     "PackedExperts",
+    "QuantMode",
     "TensorSpec",
     "Tolerance",
     "Unsupported",
@@ -42,6 +46,7 @@ __all__ = [
     "problem_of",
     "qdq_mxfp4",
     "quant_mxfp4",
+    "quantize_experts",
     "repack_expert",
     "route",
     "select",

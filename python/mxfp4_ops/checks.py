@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .backends import Backend
 from .errors import dtype_name, need, need_type
-from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes, need_blocks
+from .format import BLOCK, FLOAT_DTYPES, as_bytes, need_blocks
 from .layout import BIASES, SLOTS, TensorSpec, canonical_specs, packed_specs
+from .quant_modes import QUANT_MODES
 
 _CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -64,7 +65,7 @@ def _dims(op: str, name: str, tensor: Tensor, dims: int, label: str) -> None:
 
 
 def scale_rule(op: str, rule: str, name: str = "scale_rule") -> None:
-    need(rule in SCALE_RULES, lambda: f"{op}: {name} must be one of {', '.join(SCALE_RULES)}, got {rule!r}.")
+    need(rule in QUANT_MODES, lambda: f"{op}: {name} must be one of {', '.join(QUANT_MODES)}, got {rule!r}.")
 
 
 def quant(op: str, x: Tensor, rule: str, name: str = "scale_rule") -> None:
