@@ -189,8 +189,8 @@ def _flashinfer(x: Tensor) -> Answer:
 
 _HALF = (torch.bfloat16,)
 _NAN_THERE = "NaN left out: the torch function lets it into the maximum, the kernel and the mode do not"
-# The newer generation has no release of its own: 018a674 of triton-lang/triton, run from a transcription of its rounding
-# and divisor into the files of 3.5, as those need less of the package.
+# The newer generation is triton-lang/triton at 018a674. It was run from its rounding and its divisor transcribed into
+# the files of 3.5, which need less of the package.
 _GENERATION = {"triton_kernels_3_5": "3.5 (vllm 0.33.0)", "triton_kernels": "018a674 (transcribed)"}
 _TK = [
     (f"triton_kernels{generation}{suffix}", f"triton_kernels{generation}", rounding)

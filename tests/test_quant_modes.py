@@ -210,7 +210,8 @@ def mse_blocks() -> Tensor:
     flat[:, 0] = torch.linspace(3.0, 6.2, 8)  # one large element beside small ones: the lower scale is often better
     rounded = torch.round(torch.randn(10, 32, generator=g) * 8) / 4
     tiny = torch.randn(6, 32, generator=g) * torch.tensor([[2.0**e] for e in (-149, -140, -127, -126, -125, -124)])
-    return torch.cat([x, heavy, flat, rounded, tiny, torch.full((1, 32), LARGEST)])
+    ties = torch.stack([block(6.5), block(7.0)])  # both bytes err by 0.5, by 1
+    return torch.cat([x, heavy, flat, rounded, ties, tiny, torch.full((1, 32), LARGEST)])
 
 
 def test_mse_is_the_least_error_of_all_scale_bytes() -> None:
