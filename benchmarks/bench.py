@@ -145,7 +145,7 @@ def bench_format(args: argparse.Namespace) -> list[dict[str, Any]]:
     pairs: dict[str, Any] = {
         "quant": (lambda: quant_mxfp4(x), lambda: format.quant(x, "even")),
         "dequant": (lambda: dequant_mxfp4(blocks, scales), lambda: format.dequant(blocks, scales, torch.bfloat16)),
-        "qdq": (lambda: qdq_mxfp4(x), lambda: format.qdq(x, "even")),
+        "qdq": (lambda: qdq_mxfp4(x), lambda: format.dequant(*format.quant(x, "even"), x.dtype)),
     }
     bandwidth, rows = ceilings.read_bandwidth(), []
     print(f"ceiling: {bandwidth / 1e9:.1f} GB/s read\n")

@@ -116,7 +116,7 @@ def test_v05_scale_rules(top: float, rule: str, byte: int, value: float) -> None
 
 
 def test_v05_unknown_rule_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"scale_rule must be one of even, floor, ceil, rceil, got 'nearest'"):
+    with pytest.raises(ValueError, match=r"scale_rule must be one of even, floor, ceil, rceil, .*, got 'nearest'"):
         OPS.quant(block(1.0), scale_rule="nearest")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mxfp4_ops import (
+    QUANT_MODES,
     Activation,
     ExpertWeights,
     MoEProblem,
@@ -81,9 +82,9 @@ CASES: list[Case] = [
     (lambda: OPS.qdq(torch.zeros(32, dtype=torch.int32)), TypeError,
      "mxfp4::qdq: x must be float32 or bfloat16 or float16, got int32."),
     (lambda: OPS.qdq(torch.zeros(32), scale_rule="up"), ValueError,
-     "mxfp4::qdq: scale_rule must be one of even, floor, ceil, rceil, got 'up'."),
+     f"mxfp4::qdq: scale_rule must be one of {', '.join(QUANT_MODES)}, got 'up'."),
     (lambda: OPS.qdq_mxfp4(torch.zeros(32), "up"), ValueError,
-     "mxfp4::qdq_mxfp4: scale_calculation_mode must be one of even, floor, ceil, rceil, got 'up'."),
+     f"mxfp4::qdq_mxfp4: scale_calculation_mode must be one of {', '.join(QUANT_MODES)}, got 'up'."),
     (lambda: OPS.dequant(byte(4, 32), byte(4, 3)), ValueError,
      "mxfp4::dequant: scales must be [..., n/32] = [4, 2], got [4, 3]. blocks hold n = 64 elements, and one scale covers 32."),
     (lambda: OPS.dequant(byte(4, 24), byte(4, 1)), ValueError,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from mxfp4_ops import format as fmt
+from mxfp4_ops import quant_modes
 from torch import Tensor
 
 Vector = dict[str, Any]
@@ -113,7 +114,7 @@ def test_the_file_covers_what_it_promises() -> None:
 
 DEQUANT = {"op": lambda b, s, d: torch.ops.mxfp4.dequant(b, s, dtype=d), "definition": fmt.dequant}
 QUANT = {"op": lambda x, r: torch.ops.mxfp4.quant(x, scale_rule=r), "definition": fmt.quant}
-QDQ = {"op": lambda x, r: torch.ops.mxfp4.qdq(x, scale_rule=r), "definition": fmt.qdq}
+QDQ = {"op": lambda x, r: torch.ops.mxfp4.qdq(x, scale_rule=r), "definition": quant_modes.qdq}
 
 
 @pytest.mark.parametrize("which", DEQUANT)

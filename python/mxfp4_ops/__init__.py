@@ -19,6 +19,8 @@ from .packed import PackedExperts
 from .packed_topk import pack_topk, unpack_topk
 from .prepare import prepare, problem_of, repack_expert, unprepare
 from .problem import MoEProblem, arch_of
+from .quant_modes import QUANT_MODES, QuantMode
+from .quantize import quantize_experts
 from .x_formats import X_FORMATS
 
 __version__ = "0.1.0"
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
+    "QUANT_MODES",
     "X_FORMATS",
     "Activation",
     "Backend",
@@ -34,6 +37,7 @@ __all__ = [
     "MXFP4Experts",
     "MoEProblem",
     "PackedExperts",
+    "QuantMode",
     "TensorSpec",
     "Tolerance",
     "Unsupported",
@@ -50,6 +54,7 @@ __all__ = [
     "qdq_mxfp4",
     "quant_mxfp4",
     "quant_x",
+    "quantize_experts",
     "repack_expert",
     "route",
     "select",

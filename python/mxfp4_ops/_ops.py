@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _schemas, checks, format, packing
+from . import _schemas, checks, format, packing, quant_modes
 from ._extension import cpu_isa, runs_native
 from .activation import resolve
 from .backends import Backend
 from .dispatch import backend_of
-from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes
+from .format import BLOCK, FLOAT_DTYPES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
 from .moe_backward import moe_backward, moe_backward_fake
 from .moe_call import localise, localise_fake, moe, moe_fake, moe_out, moe_out_fake
+from .quant_modes import QUANT_MODES
 from .route_call import native_route_fake, route_fake, route_kernel
 from .unfinalized import finalize, finalize_fake, moe_unfinalized, moe_unfinalized_fake
 
@@ -43,9 +44,10 @@ def _quant_fake(x: Tensor, *, scale_rule: str = "even") -> tuple[Tensor, Tensor]
 
 def _quant(x: Tensor, *, scale_rule: str = "even") -> tuple[Tensor, Tensor]:
     checks.quant("mxfp4::quant", x, scale_rule)
-    if runs_native(x):
-        return torch.ops.mxfp4._native_quant(x.contiguous(), SCALE_RULES[scale_rule])
-    return format.quant(x.contiguous(), scale_rule)
+    native = QUANT_MODES[scale_rule].native
+    if native is not None and runs_native(x):
+        return torch.ops.mxfp4._native_quant(x.contiguous(), native)
+    return quant_modes.quant(x.contiguous(), scale_rule)
 
 
 def _dequant_fake(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -94,9 +96,10 @@ def _qdq_fake(x: Tensor, *, scale_rule: str = "even") -> Tensor:
 
 def _qdq(x: Tensor, *, scale_rule: str = "even") -> Tensor:
     checks.quant("mxfp4::qdq", x, scale_rule)
-    if runs_native(x):
-        return torch.ops.mxfp4._native_qdq(x.contiguous(), SCALE_RULES[scale_rule])
-    return format.qdq(x.contiguous(), scale_rule)
+    native = QUANT_MODES[scale_rule].native
+    if native is not None and runs_native(x):
+        return torch.ops.mxfp4._native_qdq(x.contiguous(), native)
+    return quant_modes.qdq(x.contiguous(), scale_rule)
 
 
 # --- prepare_moe, unprepare_moe, repack_expert ------------------------------------------------------------------------

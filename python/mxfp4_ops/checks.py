@@ -16,8 +16,9 @@ from torch import Tensor
 from .argument_checks import need_bytes, need_device, need_dims, need_dtype, need_float, need_shape
 from .backends import Backend
 from .errors import dtype_name, need, need_type
-from .format import BLOCK, FLOAT_DTYPES, SCALE_RULES, as_bytes, need_blocks
+from .format import BLOCK, FLOAT_DTYPES, as_bytes, need_blocks
 from .layout import BIASES, SLOTS, TensorSpec, canonical_specs, packed_specs
+from .quant_modes import QUANT_MODES
 
 _BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _LABELS = {"w13": "[E, S*I, H/2]", "w13_scale": "[E, S*I, H/32]", "w2": "[E, H, I/2]", "w2_scale": "[E, H, I/32]"}
@@ -25,7 +26,7 @@ _LABELS |= {"w13_bias": "[E, S*I]", "w2_bias": "[E, H]"}
 
 
 def scale_rule(op: str, rule: str, name: str = "scale_rule") -> None:
-    need(rule in SCALE_RULES, lambda: f"{op}: {name} must be one of {', '.join(SCALE_RULES)}, got {rule!r}.")
+    need(rule in QUANT_MODES, lambda: f"{op}: {name} must be one of {', '.join(QUANT_MODES)}, got {rule!r}.")
 
 
 def quant(op: str, x: Tensor, rule: str, name: str = "scale_rule") -> None:

@@ -81,9 +81,10 @@ def quant_mxfp4(x: Tensor, scale_rule: str = "even") -> tuple[Tensor, Tensor]:
     """Round to MXFP4.
 
     Shapes: x [..., n], n a multiple of 32. Returns blocks [..., n/2] and scales [..., n/32], uint8.
-    Dtypes: float32, bfloat16, float16. scale_rule: "even", "floor", "ceil" or "rceil" (``docs/format.md``).
+    Dtypes: float32, bfloat16, float16. scale_rule: "even", "floor", "ceil" or "rceil"; "mse" for the least squared
+    error; or a library whose bytes are wanted: ``mxfp4_ops.QUANT_MODES``, ``docs/format.md``.
     Elements go to the nearest value, ties to the even code, saturating at 6. NaN or Inf in a block gives scale byte
-    255.
+    255. Modes of other libraries differ in this as their rows say.
     Raises: ValueError when n is no multiple of 32 or the rule is unknown; TypeError for other dtypes.
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3; ties as IEEE 754.
     """

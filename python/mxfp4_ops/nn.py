@@ -120,7 +120,8 @@ class MXFP4Experts(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Compare tag, sizes, activation, names, dtypes and shapes before a byte is copied, whether ``strict`` or not:
         another layout's bytes of equal shape are garbage, and so are half of one expert and half of another."""
-        held = {n: state_dict[prefix + n] for n in (*SLOTS, *self._aux_names) if prefix + n in state_dict}
+        names = (*SLOTS, *self._aux_names, *INPUT_SCALES)
+        held = {n: state_dict[prefix + n] for n in names if prefix + n in state_dict}
         state = state_dict.get(prefix + "_extra_state")
         need(
             state is not None or not held,
