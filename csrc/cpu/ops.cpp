@@ -92,11 +92,11 @@ std::tuple<Tensor, Tensor> native_quant(const Tensor& x, int64_t scale_rule) {
     return {blocks, scales};
 }
 
-Tensor native_dequant(const Tensor& blocks, const Tensor& scales, ScalarType type) {
+void native_dequant_out(const Tensor& blocks, const Tensor& scales, Tensor out) {
     const Kernels& k = kernels();
-    Tensor out = torch::stable::new_empty(blocks, shape_with_last(blocks, blocks.size(-1) * 2), type);
     require(scales.numel() * kBlock == out.numel(), "scales do not match blocks");
-    const Dtype dtype = dtype_of(type);
+    require(blocks.numel() * 2 == out.numel() && out.is_contiguous(), "out does not match blocks");
+    const Dtype dtype = dtype_of(out.scalar_type());
     const auto* codes = static_cast<const uint8_t*>(blocks.const_data_ptr());
     const auto* bytes = static_cast<const uint8_t*>(scales.const_data_ptr());
     auto* dst = static_cast<char*>(out.mutable_data_ptr());
@@ -105,6 +105,11 @@ Tensor native_dequant(const Tensor& blocks, const Tensor& scales, ScalarType typ
         k.dequant(codes + first / 2, bytes + first / kBlock, count, values);
         k.from_float(values, dtype, dst + first * dtype_bytes(dtype), count);
     });
+}
+
+Tensor native_dequant(const Tensor& blocks, const Tensor& scales, ScalarType type) {
+    Tensor out = torch::stable::new_empty(blocks, shape_with_last(blocks, blocks.size(-1) * 2), type);
+    native_dequant_out(blocks, scales, out);
     return out;
 }
 
@@ -248,6 +253,7 @@ STABLE_TORCH_LIBRARY_IMPL(mxfp4, CPU, m) {
     m.impl("_native_moe", TORCH_BOX(&mxfp4::cpu::native_moe));
     m.impl("_native_quant", TORCH_BOX(&mxfp4::cpu::native_quant));
     m.impl("_native_dequant", TORCH_BOX(&mxfp4::cpu::native_dequant));
+    m.impl("_native_dequant_out", TORCH_BOX(&mxfp4::cpu::native_dequant_out));
     m.impl("_native_qdq", TORCH_BOX(&mxfp4::cpu::native_qdq));
 }
 

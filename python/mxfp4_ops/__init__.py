@@ -11,7 +11,7 @@ from .backends import BACKENDS, Backend, Tolerance
 from .dispatch import explain, select
 from .errors import Unsupported
 from .experts import ExpertWeights
-from .functional import dequant_mxfp4, localise, mxfp4_moe, qdq_mxfp4, quant_mxfp4, route
+from .functional import dequant_mxfp4, dequant_mxfp4_out, localise, mxfp4_moe, qdq_mxfp4, quant_mxfp4, route
 from .layout import Layout, TensorSpec
 from .nn import MXFP4Experts
 from .packed import PackedExperts
@@ -35,6 +35,7 @@ __all__ = [
     "Unsupported",
     "arch_of",
     "dequant_mxfp4",
+    "dequant_mxfp4_out",
     "explain",
     "localise",
     "mxfp4_moe",

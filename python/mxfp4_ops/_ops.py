@@ -25,6 +25,7 @@ from .format import BLOCK, SCALE_RULES, as_bytes
 from .layout import BIASES, SLOTS, canonical_specs, packed_specs
 from .moe_call import localise, localise_fake, moe, moe_fake
 
+_CHUNK = 1 << 15  # blocks that dequant_out expands at once in plain torch: 4 MiB of float32, not a second result
 LIBRARY = torch.library.Library("mxfp4", "DEF")
 
 
@@ -61,6 +62,21 @@ def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
     if _native(blocks):
         return torch.ops.mxfp4._native_dequant(blocks, scales, dtype)
     return format.dequant(blocks, scales, dtype)
+
+
+def _dequant_out_fake(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    checks.dequant_out("mxfp4::dequant_out", blocks, scales, out)
+
+
+def _dequant_out(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    checks.dequant_out("mxfp4::dequant_out", blocks, scales, out)
+    blocks, scales = as_bytes(blocks).contiguous(), as_bytes(scales).contiguous()
+    if _native(blocks):
+        torch.ops.mxfp4._native_dequant_out(blocks, scales, out)
+        return
+    parts = (t.view(-1, width).split(_CHUNK) for t, width in ((blocks, 16), (scales, 1), (out, BLOCK)))
+    for some_blocks, some_scales, some_out in zip(*parts, strict=True):
+        some_out.copy_(format.dequant(some_blocks, some_scales, out.dtype))
 
 
 def _qdq_fake(x: Tensor, *, scale_rule: str = "even") -> Tensor:
@@ -222,6 +238,10 @@ def _native_dequant_fake(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> 
     return blocks.new_empty(*blocks.shape[:-1], blocks.shape[-1] * 2, dtype=dtype)
 
 
+def _writes_only_fake(*args: Any) -> None:
+    """The result is an argument, whose shape is known."""
+
+
 def _like_x_fake(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -249,6 +269,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "route": (_route, _route_fake),
     "quant": (_quant, _quant_fake),
     "dequant": (_dequant, _dequant_fake),
+    "dequant_out": (_dequant_out, _dequant_out_fake),
     "qdq": (_qdq, _qdq_fake),
     "prepare_moe": (_prepare_moe, _prepare_fake),
     "unprepare_moe": (_unprepare_moe, _unprepare_fake),
@@ -264,6 +285,7 @@ _LEAF_FAKES: dict[str, Callable[..., Any]] = {
     "_native_moe": _like_x_fake,
     "_native_quant": _native_quant_fake,
     "_native_dequant": _native_dequant_fake,
+    "_native_dequant_out": _writes_only_fake,
     "_native_qdq": _like_x_fake,
 }
 

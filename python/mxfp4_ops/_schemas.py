@@ -25,6 +25,7 @@ PUBLIC = {
     ),
     "quant": '(Tensor x, *, str scale_rule="even") -> (Tensor blocks, Tensor scales)',
     "dequant": "(Tensor blocks, Tensor scales, *, ScalarType? dtype=None) -> Tensor",
+    "dequant_out": "(Tensor blocks, Tensor scales, Tensor(a!) out) -> ()",
     "qdq": '(Tensor x, *, str scale_rule="even") -> Tensor',
     "prepare_moe": f"({_SIX}, *, {_PREPARE}) -> Tensor[]",
     "unprepare_moe": "(Tensor[] packed, *, str layout, int hidden, int intermediate, bool gated=True) -> Tensor[]",
@@ -48,6 +49,7 @@ LEAVES = {
     ),
     "_native_quant": "(Tensor x, int scale_rule) -> (Tensor, Tensor)",
     "_native_dequant": "(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor",
+    "_native_dequant_out": "(Tensor blocks, Tensor scales, Tensor(a!) out) -> ()",
     "_native_qdq": "(Tensor x, int scale_rule) -> Tensor",
     "_native_cpu_isa": "() -> str",
 }

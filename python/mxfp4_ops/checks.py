@@ -52,6 +52,13 @@ def _device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
     )
 
 
+def _contiguous(op: str, name: str, tensor: Tensor, remedy: str) -> None:
+    need(
+        tensor.is_contiguous(),
+        lambda: f"{op}: {name} must be contiguous, got strides {list(tensor.stride())}. {remedy}",
+    )
+
+
 def _shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], label: str, remedy: str = "") -> None:
     need(
         tensor.shape == tuple(wanted),
@@ -95,6 +102,16 @@ def dequant(op: str, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> None
         f" blocks hold n = {n} elements, and one scale covers {BLOCK}.",
     )
     _device(op, "scales", scales, blocks)
+
+
+def dequant_out(op: str, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    """The checks of ``dequant``, and an ``out`` that has room for the result and nothing else to keep."""
+    _dtype(op, "out", out, FLOAT_DTYPES)
+    dequant(op, blocks, scales, out.dtype)
+    _shape(op, "out", out, (*blocks.shape[:-1], blocks.shape[-1] * 2), "[..., n]")
+    _device(op, "out", out, blocks)
+    _contiguous(op, "out", out, "It is written in place.")
+    need(not out.requires_grad, lambda: f"{op}: out must not require a gradient, since it is overwritten. Detach it.")
 
 
 def _dtype_argument(op: str, dtype: torch.dtype) -> None:
@@ -169,6 +186,7 @@ def packed(
             (tensor.dtype is spec.dtype or (spec.dtype is None and tensor.dtype in _BIAS_DTYPES))
             and tensor.shape == (experts, *spec.shape)
             and tensor.device == device
+            and tensor.is_contiguous()
         ):
             continue
         _device(op, name, tensor, w13 if like is None else like)
@@ -201,6 +219,7 @@ def _packed_tensor(
             label,
             " Were the weights packed for other sizes or by another layout?",
         )
+        _contiguous(op, name, tensor, "Call .contiguous() on it once, where weights are loaded.")
 
 
 def named(
@@ -279,11 +298,14 @@ def id_values(op: str, ids: Tensor, experts: int | None) -> None:
         need(high < experts, lambda: f"{op}: topk_ids must be below the number of experts E = {experts}, got {high}.")
 
 
-def distinct(op: str, ids: Tensor) -> None:
-    """Refuse an expert named twice, which would count twice in a sum over ranks. CPU tensors only."""
+def expert_numbers(op: str, ids: Tensor) -> None:
+    """Refuse an expert named twice, which would count twice in a sum over ranks, and a negative number, which a skipped
+    slot would find. CPU tensors only."""
     if ids.device.type != "cpu":
         return
     values = ids.sort().values
+    least = 0 if values.numel() == 0 else int(values[0])
+    need(least >= 0, lambda: f"{op}: expert_ids must be expert numbers from 0 on, got {least}.")
     twice = values[1:][values[1:] == values[:-1]].tolist()
     need(not twice, lambda: f"{op}: expert_ids must not repeat, got {twice[0]} more than once.")
 
@@ -337,6 +359,8 @@ def repack(op: str, stacks: Mapping[str, Tensor], expert: int, weights: Mapping[
     experts = stacks["w13"].shape[0]
     need(expert >= 0 and bool(expert < experts), lambda: f"{op}: expert must be in 0..{experts - 1}, got {expert}.")
     _device(op, "w13", weights["w13"], stacks["w13"])
+    for name, stack in stacks.items():  # an expanded stack holds one expert for all, and writing one would change all
+        _contiguous(op, f"{name} in packed", stack, "It is overwritten in place.")
     for name in BIASES:
         _same_bias(op, name, stacks[name], weights.get(name))
 

@@ -94,6 +94,15 @@ def dequant_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfl
     return torch.ops.mxfp4.dequant(blocks, scales, dtype=dtype)
 
 
+def dequant_mxfp4_out(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Expand MXFP4 into ``out``, without a second tensor of its size: as ``dequant_mxfp4``, in out's dtype.
+
+    Shapes: out [..., n], contiguous, which shares no memory with blocks or scales.
+    Raises: ValueError when the shapes do not belong together or out is strided; TypeError for other dtypes.
+    """
+    torch.ops.mxfp4.dequant_out(blocks, scales, out)
+
+
 def qdq_mxfp4(x: Tensor, scale_rule: str = "even") -> Tensor:
     """Round x to what MXFP4 can hold, in x's shape and dtype: ``dequant_mxfp4(*quant_mxfp4(x, rule), x.dtype)`` bit
     for bit."""

@@ -129,7 +129,7 @@ def _checked(call: MoECall, plan: CallPlan) -> Tensor:
     if call.expert_ids is None:
         checks.id_values(_OP, ids, call.w13.shape[0])
     else:
-        ids = localise(ids, call.expert_ids)
+        ids = _localise(_OP, ids, call.expert_ids)
     return call.run(plan, ids, packed)
 
 
@@ -141,11 +141,16 @@ def localise_fake(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
 
 def localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
     localise_fake(topk_ids, expert_ids)
-    checks.id_values("mxfp4::localise", topk_ids, None)
-    checks.distinct("mxfp4::localise", expert_ids)
+    return _localise("mxfp4::localise", topk_ids, expert_ids)
+
+
+def _localise(op: str, topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
+    """Rows of the experts in checked ids, -1 for those of other shards; ``op`` is who says what is wrong with values."""
+    checks.id_values(op, topk_ids, None)
+    checks.expert_numbers(op, expert_ids)
     ids = topk_ids.contiguous()
     if expert_ids.shape[0] == 0:
         return torch.full_like(ids, -1)
     ordered, rows = expert_ids.to(ids.dtype).sort()
     place = torch.searchsorted(ordered, ids).clamp_max(ordered.shape[0] - 1)
-    return torch.where(ordered[place] == ids, rows[place].to(ids.dtype), -1)
+    return torch.where((ordered[place] == ids) & (ids >= 0), rows[place].to(ids.dtype), -1)

@@ -1,0 +1,69 @@
+"""Sentences about how tensors lie in memory: what is read as one block, and what is overwritten."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import mxfp4_ops
+import pytest
+import torch
+from mxfp4_ops import PackedExperts, prepare
+from problems import TINY, inputs, weights
+from torch import Tensor
+
+OPS = torch.ops.mxfp4
+TAG = "native_cpu.tile32.v1"
+
+
+def gaps(t: Tensor) -> Tensor:
+    """The same values with gaps between them."""
+    return torch.stack((t, t), -1)[..., 0]
+
+
+def call(name: str) -> Tensor:
+    """The layer with one packed tensor strided."""
+    packed = prepare(weights(TINY), prefer="native_cpu")
+    return dataclasses.replace(packed, **{name: gaps(getattr(packed, name))})(*inputs(TINY))
+
+
+def repack(packed: PackedExperts, name: str) -> None:
+    """Overwrite an expert of a stack that is one expert, expanded."""
+    held = dataclasses.replace(packed, **{name: getattr(packed, name)[:1].expand_as(getattr(packed, name))})
+    OPS.repack_expert(held.tensors(), 0, *[t[0] for t in weights(TINY).tensors().values()], layout=packed.layout)
+
+
+def dequant_out(out: Tensor) -> None:
+    OPS.dequant_out(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), out)
+
+
+REPACK, OUT = "mxfp4::repack_expert: ", "mxfp4::dequant_out: "
+ONCE = "Call .contiguous() on it once, where weights are loaded."
+CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: call("w13"), ValueError,
+     f"mxfp4::moe: w13 must be contiguous, got strides [52224, 4352, 2176, 2]. {ONCE}"),
+    (lambda: call("w2_bias"), ValueError, f"mxfp4::moe: w2_bias must be contiguous, got strides [256, 2]. {ONCE}"),
+    (lambda: repack(prepare(weights(TINY), prefer="native_cpu"), "w2"), ValueError,
+     f"{REPACK}w2 must be contiguous, got strides [0, 3264, 1088, 1]. {ONCE}"),
+    (lambda: repack(prepare(weights(TINY), prefer="reference"), "w2_scale"), ValueError,
+     f"{REPACK}w2_scale in packed must be contiguous, got strides [0, 5, 1]. It is overwritten in place."),
+    (lambda: dequant_out(torch.zeros(4, 64, dtype=torch.float64)), TypeError,
+     OUT + "out must be float32 or bfloat16 or float16, got float64."),
+    (lambda: dequant_out(torch.zeros(4, 32)), ValueError, OUT + "out must be [..., n] = [4, 64], got [4, 32]."),
+    (lambda: dequant_out(torch.zeros(4, 64, device="meta")), ValueError,
+     OUT + "out must be on x's device cpu, got meta."),
+    (lambda: dequant_out(torch.zeros(64, 4).t()), ValueError,
+     OUT + "out must be contiguous, got strides [1, 4]. It is written in place."),
+    (lambda: dequant_out(torch.zeros(4, 64, requires_grad=True)), ValueError,
+     OUT + "out must not require a gradient, since it is overwritten. Detach it."),
+    (lambda: mxfp4_ops.dequant_mxfp4_out(torch.zeros(16), torch.zeros(1), torch.zeros(32)), TypeError,
+     OUT + "blocks must be uint8 or float4_e2m1fn_x2, got float32."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), CASES, ids=[c[2][:70] for c in CASES])
+def test_sentence(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == text
