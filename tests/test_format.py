@@ -49,7 +49,7 @@ def nearest(value: Fraction, bits: int, emin: int, emax: int) -> float:
     ("dtype", "bits", "emin", "emax"),
     [(torch.float32, 23, -126, 127), (torch.bfloat16, 7, -126, 127), (torch.float16, 10, -14, 15)],
 )
-def test_all_codes_times_all_scale_bytes(which: str, dtype: torch.dtype, bits: int, emin: int, emax: int) -> None:
+def test_n2_n3_all_codes_times_all_scale_bytes(which: str, dtype: torch.dtype, bits: int, emin: int, emax: int) -> None:
     out = DEQUANT[which](*all_pairs(), dtype).double()
     for byte in range(255):
         wanted = [nearest(exact(code, byte), bits, emin, emax) for code in range(16)] * 2
@@ -108,7 +108,7 @@ def tricky_blocks() -> Tensor:
 
 @pytest.mark.parametrize("which", QUANT)
 @pytest.mark.parametrize("rule", RULES)
-def test_quant_against_fractions(which: str, rule: str) -> None:
+def test_n5_quant_against_fractions(which: str, rule: str) -> None:
     x = tricky_blocks()
     blocks, scales = QUANT[which](x, rule)
     for row, packed, byte in zip(x.tolist(), blocks.tolist(), scales[:, 0].tolist(), strict=True):
@@ -121,7 +121,7 @@ def test_quant_against_fractions(which: str, rule: str) -> None:
 @pytest.mark.parametrize("which", QUANT)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_and_inf_show_in_their_block_only(which: str, rule: str, bad: float) -> None:
+def test_n7_nan_and_inf_show_in_their_block_only(which: str, rule: str, bad: float) -> None:
     x = torch.ones(3, 96)
     x[1, 40] = bad
     blocks, scales = QUANT[which](x, rule)
@@ -133,7 +133,7 @@ def test_nan_and_inf_show_in_their_block_only(which: str, rule: str, bad: float)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", RULES)
-def test_qdq_is_dequant_of_quant(dtype: torch.dtype, rule: str) -> None:
+def test_n5_qdq_is_dequant_of_quant(dtype: torch.dtype, rule: str) -> None:
     x = tricky_blocks().to(dtype)
     x = torch.where(torch.isfinite(x), x, 0)
     blocks, scales = OPS.quant(x, scale_rule=rule)
@@ -143,7 +143,7 @@ def test_qdq_is_dequant_of_quant(dtype: torch.dtype, rule: str) -> None:
     assert OPS.qdq(x, scale_rule=rule).dtype is dtype
 
 
-def test_the_block_maximum_is_never_narrowed() -> None:
+def test_n6_the_block_maximum_is_never_narrowed() -> None:
     """6.98 is below 7 = 1.75 * 4 in float32 and rounds to 7 in bfloat16: rule N6 says 127, not 128."""
     assert OPS.quant(torch.tensor([6.98] + [0.0] * 31))[1].tolist() == [127]
 
@@ -159,7 +159,7 @@ def test_large_and_odd_counts_of_blocks() -> None:
             assert torch.equal(OPS.dequant(*found, dtype=dtype), fmt.dequant(*found, dtype))
 
 
-def test_same_bytes_in_other_dtypes() -> None:
+def test_n4_y1_same_bytes_in_other_dtypes() -> None:
     blocks, scales = OPS.quant(torch.randn(3, 4, 64))
     assert blocks.shape == (3, 4, 32) and scales.shape == (3, 4, 2)
     plain = OPS.dequant(blocks, scales)

@@ -134,19 +134,12 @@ def _prepare_moe(*args: Any, **kwargs: Any) -> list[Tensor]:
     return packing.pack(weights, backend.layout, gated=gated, interleaved=call.interleaved)
 
 
-def _unprepare_check(packed: Sequence[Tensor], layout: str, hidden: int, intermediate: int, gated: bool) -> Backend:
-    op = "mxfp4::unprepare_moe"
-    backend = backend_of(op, layout)
-    tensors = checks.named(op, packed, backend, hidden, intermediate, gated=gated)
-    checks.packed(op, dict(tensors), backend, hidden, intermediate, gated=gated)
-    return backend
-
-
 def _unprepare_fake(
     packed: Sequence[Tensor], *, layout: str, hidden: int, intermediate: int, gated: bool = True
 ) -> list[Tensor]:
-    _unprepare_check(packed, layout, hidden, intermediate, gated)
-    present = {n: t for n, t in zip(SLOTS, packed, strict=False) if n not in BIASES or t.shape[1] > 0}
+    op = "mxfp4::unprepare_moe"
+    held = checks.packed_list(op, packed, backend_of(op, layout), hidden, intermediate, gated=gated)
+    present = {n: t for n, t in held.items() if n not in BIASES or t.shape[1] > 0}
     out = packing.allocate(canonical_specs(hidden, intermediate, gated), present, packed[0].shape[0])
     return [out[name] for name in SLOTS]
 
@@ -154,8 +147,10 @@ def _unprepare_fake(
 def _unprepare_moe(
     packed: Sequence[Tensor], *, layout: str, hidden: int, intermediate: int, gated: bool = True
 ) -> list[Tensor]:
-    backend = _unprepare_check(packed, layout, hidden, intermediate, gated)
-    return packing.unpack(list(packed), backend.layout, hidden=hidden, intermediate=intermediate, gated=gated)
+    op = "mxfp4::unprepare_moe"
+    backend = backend_of(op, layout)
+    held = checks.packed_list(op, packed, backend, hidden, intermediate, gated=gated)
+    return packing.unpack(held, backend.layout, hidden=hidden, intermediate=intermediate, gated=gated)
 
 
 def _repack_check(
@@ -164,8 +159,7 @@ def _repack_check(
     op = "mxfp4::repack_expert"
     backend, gated, weights = call.check(op, one=True)
     sizes = (int(weights["w2"].shape[1]), int(weights["w2"].shape[2]) * 2)
-    stacks = checks.named(op, packed, backend, *sizes, gated=gated)
-    checks.packed(op, dict(stacks), backend, *sizes, gated=gated)
+    stacks = checks.packed_list(op, packed, backend, *sizes, gated=gated)
     checks.repack(op, stacks, expert, weights)
     return backend, gated, weights, stacks
 
@@ -242,6 +236,13 @@ def _writes_only_fake(*args: Any) -> None:
     """The result is an argument, whose shape is known."""
 
 
+def _native_moe_fake(x: Tensor, *rest: Any) -> Tensor:
+    # A real call with one tensor on the meta device is sent here, too: it would return memory as it was found.
+    if any(t.device != x.device for t in rest if isinstance(t, Tensor)):
+        raise RuntimeError("mxfp4_ops: the CPU kernels do not take this: devices")
+    return x.new_empty(x.shape)
+
+
 def _like_x_fake(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -282,7 +283,7 @@ _ALIASES: dict[str, Callable[..., Any]] = {
     "qdq_mxfp4": _qdq_mxfp4,
 }
 _LEAF_FAKES: dict[str, Callable[..., Any]] = {
-    "_native_moe": _like_x_fake,
+    "_native_moe": _native_moe_fake,
     "_native_quant": _native_quant_fake,
     "_native_dequant": _native_dequant_fake,
     "_native_dequant_out": _writes_only_fake,

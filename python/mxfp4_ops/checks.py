@@ -222,16 +222,18 @@ def _packed_tensor(
         _contiguous(op, name, tensor, "Call .contiguous() on it once, where weights are loaded.")
 
 
-def named(
+def packed_list(
     op: str, tensors: Sequence[Tensor], backend: Backend, hidden: int, intermediate: int, *, gated: bool
 ) -> dict[str, Tensor]:
-    """Give the tensors of a packed list their names."""
+    """Check a packed list; return its tensors by name, bytes as uint8, absent biases with size zero."""
     found = names(op, backend, hidden, intermediate, gated=gated)
     need(
         len(tensors) == len(found),
         lambda: f"{op}: packed must hold {len(found)} tensors ({', '.join(found)}), got {len(tensors)}.",
     )
-    return dict(zip(found, tensors, strict=True))
+    given = dict(zip(found, tensors, strict=True))
+    plain = packed(op, dict(given), backend, hidden, intermediate, gated=gated)
+    return {name: tensor if (seen := plain[name]) is None else seen for name, tensor in given.items()}
 
 
 def x_dtype(op: str, x: Tensor) -> None:

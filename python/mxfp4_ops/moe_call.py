@@ -145,7 +145,7 @@ def localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 def _localise(op: str, topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
-    """Rows of the experts in checked ids, -1 for those of other shards; ``op`` is who says what is wrong with values."""
+    """Rows of the experts in checked ids, -1 for those of other shards; ``op`` is whose values they are."""
     checks.id_values(op, topk_ids, None)
     checks.expert_numbers(op, expert_ids)
     ids = topk_ids.contiguous()

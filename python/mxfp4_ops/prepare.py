@@ -99,11 +99,11 @@ def _need_same(found: MoEProblem, wanted: MoEProblem) -> None:
 def unprepare(packed: PackedExperts, *, interleaved: bool = False) -> ExpertWeights:
     """Get the canonical bytes back, exactly as ``prepare`` was given them; ``interleaved`` puts gate and up rows in
     turn."""
-    layout = backend_of("mxfp4_ops.unprepare", packed.layout).layout
-    checks.interleaved("mxfp4_ops.unprepare", interleaved, gated=packed.gated)
-    stacks = packing.unpack(
-        packed.tensors(), layout, hidden=packed.hidden, intermediate=packed.intermediate, gated=packed.gated
-    )
+    op, gated = "mxfp4_ops.unprepare", packed.gated
+    backend = backend_of(op, packed.layout)
+    checks.interleaved(op, interleaved, gated=gated)
+    held = checks.packed_list(op, packed.tensors(), backend, packed.hidden, packed.intermediate, gated=gated)
+    stacks = packing.unpack(held, backend.layout, hidden=packed.hidden, intermediate=packed.intermediate, gated=gated)
     if interleaved:
         stacks = [
             _interleave(t) if name.startswith("w13") and t.numel() else t for name, t in zip(SLOTS, stacks, strict=True)
