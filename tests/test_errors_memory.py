@@ -1,4 +1,4 @@
-"""Sentences about how tensors lie in memory: what is read as one block, and what is overwritten."""
+"""Sentences about tensors as such: absent ones, what is read as one block, and what is overwritten."""
 
 from __future__ import annotations
 
@@ -38,9 +38,33 @@ def dequant_out(out: Tensor) -> None:
     OPS.dequant_out(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), out)
 
 
+def absent(name: str, layout: str = "native_cpu") -> Tensor:
+    """The layer with one tensor None, which torch takes for a Tensor of a schema."""
+    packed = prepare(weights(TINY), prefer=layout)
+    args = dict(zip(("x", "topk_ids", "topk_weights"), inputs(TINY), strict=True))
+    if name in args:
+        return packed(**{**args, name: None})
+    return dataclasses.replace(packed, **{name: None})(*args.values())
+
+
+def prepare_without(name: str) -> list[Tensor]:
+    return OPS.prepare_moe(**{**weights(TINY).tensors(), name: None}, layout="canonical")
+
+
 REPACK, OUT = "mxfp4::repack_expert: ", "mxfp4::dequant_out: "
 ONCE = "Call .contiguous() on it once, where weights are loaded."
 CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    *((lambda n=n: absent(n), TypeError, f"mxfp4::moe: {n} must be a tensor, got None.")
+      for n in ("x", "topk_ids", "topk_weights", "w13", "w13_scale", "w2")),
+    (lambda: absent("w2_scale", "reference"), TypeError, "mxfp4::moe: w2_scale must be a tensor, got None."),
+    (lambda: prepare_without("w13_scale"), TypeError, "mxfp4::prepare_moe: w13_scale must be a tensor, got None."),
+    (lambda: prepare_without("w2"), TypeError, "mxfp4::prepare_moe: w2 must be a tensor, got None."),
+    (lambda: OPS.quant(None), TypeError, "mxfp4::quant: x must be a tensor, got None."),
+    (lambda: OPS.dequant(torch.zeros(16, dtype=torch.uint8), None), TypeError,
+     "mxfp4::dequant: scales must be a tensor, got None."),
+    (lambda: OPS.localise(torch.zeros(2, 2, dtype=torch.int32), None), TypeError,
+     "mxfp4::localise: expert_ids must be a tensor, got None."),
+    (lambda: OPS.route(None, None, None, None, 2), TypeError, "mxfp4::route: logits must be a tensor, got None."),
     (lambda: call("w13"), ValueError,
      f"mxfp4::moe: w13 must be contiguous, got strides [52224, 4352, 2176, 2]. {ONCE}"),
     (lambda: call("w2_bias"), ValueError, f"mxfp4::moe: w2_bias must be contiguous, got strides [256, 2]. {ONCE}"),

@@ -28,7 +28,13 @@ _LABELS = {"w13": "[E, S*I, H/2]", "w13_scale": "[E, S*I, H/32]", "w2": "[E, H, 
 _LABELS |= {"w13_bias": "[E, S*I]", "w2_bias": "[E, H]"}
 
 
+def _tensor(op: str, name: str, tensor: object) -> None:
+    """torch lets None through where a schema says Tensor."""
+    need_type(isinstance(tensor, Tensor), lambda: f"{op}: {name} must be a tensor, got {tensor!r}.")
+
+
 def _dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
+    _tensor(op, name, tensor)
     need_type(
         tensor.dtype in allowed,
         lambda: f"{op}: {name} must be {' or '.join(map(dtype_name, allowed))}, got {dtype_name(tensor.dtype)}.",
@@ -36,6 +42,7 @@ def _dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -
 
 
 def _float(op: str, name: str, tensor: Tensor) -> None:
+    _tensor(op, name, tensor)
     need_type(
         tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1,
         lambda: f"{op}: {name} must be a float dtype, got {dtype_name(tensor.dtype)}.",
@@ -122,20 +129,21 @@ def _dtype_argument(op: str, dtype: torch.dtype) -> None:
 
 def canonical(op: str, weights: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor]:
     """Check a canonical stack; return its tensors as bytes, absent biases (None or size zero) left out."""
-    present = {n: t for n, t in weights.items() if t is not None and not (n in BIASES and t.numel() == 0)}
-    for name, tensor in present.items():
-        _float(op, name, tensor) if name in BIASES else _bytes(op, name, tensor)
-    w13, w2 = present["w13"], present["w2"]
+    present = {n: t for n, t in weights.items() if n not in BIASES or (t is not None and t.numel() > 0)}
+    for name, slot in present.items():
+        _float(op, name, cast(Tensor, slot)) if name in BIASES else _bytes(op, name, cast(Tensor, slot))
+    stacks = cast("dict[str, Tensor]", present)
+    w13, w2 = stacks["w13"], stacks["w2"]
     _dims(op, "w13", w13, 3, _LABELS["w13"])
     _dims(op, "w2", w2, 3, _LABELS["w2"])
     hidden, intermediate = w13.shape[2] * 2, w2.shape[2] * 2
     need_blocks(op, "hidden (twice the last dimension of w13)", hidden)
     need_blocks(op, "intermediate (twice the last dimension of w2)", intermediate)
     for name, spec in canonical_specs(hidden, intermediate, gated).items():
-        if name in present:
-            _canonical_shape(op, name, present[name], (w13.shape[0], *spec.shape), gated=gated)
-            _device(op, name, present[name], w13)
-    return {n: t if n in BIASES else as_bytes(t) for n, t in present.items()}
+        if name in stacks:
+            _canonical_shape(op, name, stacks[name], (w13.shape[0], *spec.shape), gated=gated)
+            _device(op, name, stacks[name], w13)
+    return {n: t if n in BIASES else as_bytes(t) for n, t in stacks.items()}
 
 
 def _canonical_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], *, gated: bool) -> None:
@@ -172,6 +180,7 @@ def packed(
     """
     specs = packed_specs(backend.layout, hidden, intermediate, gated)
     w13 = tensors["w13"]
+    _tensor(op, "w13", w13)
     need(
         w13 is not None and w13.dim() > 0, lambda: f"{op}: w13 must have the experts as dimension 0, got no dimension."
     )
@@ -181,14 +190,17 @@ def packed(
     for name, tensor in tensors.items():
         spec = specs[name]
         plain[name] = tensor
-        if tensor is None or (
+        if (tensor is None and name in BIASES) or (
             # All is well, in one comparison: this runs at each call.
-            (tensor.dtype is spec.dtype or (spec.dtype is None and tensor.dtype in _BIAS_DTYPES))
+            tensor is not None
+            and (tensor.dtype is spec.dtype or (spec.dtype is None and tensor.dtype in _BIAS_DTYPES))
             and tensor.shape == (experts, *spec.shape)
             and tensor.device == device
             and tensor.is_contiguous()
         ):
             continue
+        _tensor(op, name, tensor)
+        tensor = cast(Tensor, tensor)
         _device(op, name, tensor, w13 if like is None else like)
         if name in BIASES and tensor.dim() == 2 and tensor.shape[1] == 0:
             plain[name] = None

@@ -116,7 +116,7 @@ def moe(*args: Any, **kwargs: Any) -> Tensor:
 def _unchecked(call: MoECall, plan: CallPlan) -> Tensor | None:
     """The result by a backend that checks its inputs itself. None: there is something to say, or to convert."""
     if plan.backend.checks_inputs and call.expert_ids is None and call.x_scale is None and not call.aux:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, AttributeError):  # None has no .contiguous()
             return call.run(plan, call.topk_ids, call.slots())
     return None
 
