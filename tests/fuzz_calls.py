@@ -239,7 +239,9 @@ ODD_STRINGS = ("", "nope", "even", "silu", "gelu", "canonical", "native_cpu.tile
 
 def _change_option(call: Call, name: str, r: random.Random) -> None:
     value = call.args[name]
-    if isinstance(value, bool):
+    if name.endswith("dtype"):  # no int: torch takes any for a dtype, and crashes by itself for 64
+        call.args[name] = r.choice([*DTYPES, "even"])
+    elif isinstance(value, bool):
         call.args[name] = not value
     elif isinstance(value, int):
         call.args[name] = r.choice(ODD_NUMBERS)
@@ -247,8 +249,6 @@ def _change_option(call: Call, name: str, r: random.Random) -> None:
         call.args[name] = r.choice(ODD_FLOATS)
     elif isinstance(value, str):
         call.args[name] = r.choice(ODD_STRINGS)
-    elif isinstance(value, torch.dtype):
-        call.args[name] = r.choice(DTYPES)
     elif isinstance(value, list):
         call.args[name] = r.choice([value[:-1], [*value, torch.zeros(1)], []])
     else:
