@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -103,11 +104,11 @@ def attempt(call: Call) -> str:
     return "accepted"
 
 
-def run(calls: int, seed: int, progress: Path | None = None) -> dict[str, collections.Counter[str]]:
+def run(calls: int, seed: int, progress: int | None = None) -> dict[str, collections.Counter[str]]:
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for index in range(calls):
         if progress is not None:
-            progress.write_text(str(index))
+            os.pwrite(progress, b"%-12d" % index, 0)
         call = make(seed, index)
         try:
             counts[call.op][attempt(call)] += 1
@@ -141,7 +142,7 @@ def in_child(calls: int, seed: int) -> int:
         command = [sys.executable, __file__, "--child", str(folder), "--calls", str(calls), "--seed", str(seed)]
         status = subprocess.run(command, check=False).returncode
         if status:
-            again = f"python tests/fuzz.py --seed {seed} --only {progress.read_text()}"
+            again = f"python tests/fuzz.py --seed {seed} --only {progress.read_text().strip()}"
             print(f"failed with status {status}{' (crash)' if status < 0 else ''}; the call alone: {again}")
             return 1
         counts = json.loads(result.read_text())
@@ -167,7 +168,7 @@ def main() -> int:
     if options.child is None:
         return in_child(options.calls, options.seed)
     try:
-        counts = run(options.calls, options.seed, options.child / "index")
+        counts = run(options.calls, options.seed, os.open(options.child / "index", os.O_WRONLY | os.O_CREAT))
     except Wrong as error:
         print(error)
         return 1

@@ -16,7 +16,7 @@ import torch
 from guarded import guarded, sparse
 from mxfp4_ops import Activation, MXFP4Experts, PackedExperts, _ops, prepare
 from mxfp4_ops.backends import Backend
-from problems import GPT_OSS, TINY, Problem, answer, errors, inputs, weights
+from problems import TINY, Problem, answer, errors, inputs, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,8 +96,11 @@ class Bytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", [b.name for b in mxfp4_ops.BACKENDS])
-def test_m1_the_peak_of_prepare_is_the_result_and_little_more(name: str, interleaved: bool) -> None:
-    experts = weights(GPT_OSS.with_(experts=6))
+@pytest.mark.parametrize("sizes", [(2880, 2880), (7168, 2048)])
+def test_m1_the_peak_of_prepare_is_the_result_and_little_more(
+    name: str, interleaved: bool, sizes: tuple[int, int]
+) -> None:
+    experts = weights(Problem("m1", 3, *sizes, 1, 1))
     with Bytes() as held:
         packed = prepare(experts, prefer=name, interleaved=interleaved)
     relabelled = packed.w13.data_ptr() == experts.w13.data_ptr()

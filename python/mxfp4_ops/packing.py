@@ -1,4 +1,5 @@
-"""Canonical weights into a backend's layout and back, expert by expert: the peak is the result plus one expert.
+"""Canonical weights into a backend's layout and back, expert by expert: beside the result, memory holds one
+expert, padded and packed.
 
 ``Canonical`` below is what ``checks.canonical`` returns: the tensors of a stack by slot name, bytes as uint8, absent
 biases left out.

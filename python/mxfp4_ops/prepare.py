@@ -58,8 +58,9 @@ def prepare(
     ``problem`` says what will be computed; left out, it is ``problem_of(experts, activation=activation)``. Where it is
     given, its own activation counts and ``activation`` must be left alone. ``interleaved`` says that the rows of w13
     and w13_bias are gate 0, up 0, gate 1, up 1, ... (gpt-oss) and not all gate rows, then all up rows. ``prefer``
-    names the only candidate. The peak of memory is the result plus one expert; no reference to the inputs is kept,
-    except by the backend ``reference``, whose layout is the canonical one: it relabels the tensors without a copy.
+    names the only candidate. Beside the result, memory holds one expert, padded and packed, and less than 64 MiB for
+    experts of up to 25 MB; no reference to the inputs is kept, except by the backend ``reference``, whose layout is the
+    canonical one: it relabels the tensors without a copy.
     Raises: Unsupported with every backend's reasons; ValueError and TypeError for weights that do not fit together, or
     for a problem of other sizes; TypeError for packed weights.
     """
