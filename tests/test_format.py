@@ -101,6 +101,7 @@ def tricky_blocks() -> Tensor:
     rows = [near[torch.randint(len(near), (32,), generator=g)] * 2.0**e for e in (-126, -125, -60, 0, 1, 60, 124)]
     rows += [torch.randn(32, generator=g) * 2.0**e for e in (-149, -140, -127, -126, -100, 0, 100, 124)]
     rows += [torch.full((32,), 2.0**e) for e in (-149, -128, -127, -126, -125, 127)]
+    rows += [torch.full((32,), v) for v in near.tolist()]  # each is the largest of a block: the bounds of scale rules
     rows += [torch.full((32,), torch.finfo(torch.float32).max), torch.zeros(32), -torch.zeros(32)]
     rows = torch.stack(rows)
     return torch.cat([rows, -rows, rows * torch.where(torch.arange(32) % 2 == 0, 1.0, -1.0)])
