@@ -128,7 +128,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_importing_loads_torch_and_nothing_else() -> None:
+def test_p1_importing_loads_torch_and_nothing_else() -> None:
     """No vendor library, no test or demo library, and under two seconds beyond torch (rule P1)."""
     out = run(
         "import torch, sys, time; before = set(sys.modules); t = time.perf_counter(); import mxfp4_ops\n"
@@ -140,7 +140,7 @@ def test_importing_loads_torch_and_nothing_else() -> None:
     assert not foreign & set(ast.literal_eval(names.strip()))
 
 
-def test_the_package_works_without_its_compiled_part() -> None:
+def test_p1_the_package_works_without_its_compiled_part() -> None:
     """As MXFP4_BUILD=none installs it: the same numbers by plain torch, and a reason instead of an error."""
     out = run(
         "import torch, warnings; warnings.simplefilter('ignore')\n"

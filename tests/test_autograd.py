@@ -72,7 +72,7 @@ def rig_layer(device: str, *, bias: bool = True) -> Layer:
     return Layer(experts, x, ids, routing, gradient, Activation())
 
 
-def test_by_hand(runnable: Runnable) -> None:
+def test_b1_by_hand(runnable: Runnable) -> None:
     layer = rig_layer(runnable[0])
     got = {n: g.cpu() for n, g in found(pack(runnable, layer), layer).items()}
     by_x0, by_x1, value = 3 * SLOPE_2, 2 * SIGMOID_2, 6 * SIGMOID_2
@@ -86,7 +86,7 @@ def test_by_hand(runnable: Runnable) -> None:
     assert got["w2_bias"][:, 0].tolist() == [0.5, 0.5, 0.25, 0.0] and got["w2_bias"].count_nonzero() == 3
 
 
-def test_weight_on_input_by_hand(runnable: Runnable) -> None:
+def test_b1_weight_on_input_by_hand(runnable: Runnable) -> None:
     """silu(w x0) w x1 at w = 0.5: the slope of silu at 1 is 0.92767, its value 0.73106."""
     layer = replace(rig_layer(runnable[0]), weight_on_input=True)
     got = {n: g.cpu() for n, g in found(pack(runnable, layer), layer).items()}
@@ -121,7 +121,7 @@ def test_the_same_expert_twice_counts_twice(runnable: Runnable) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("problem", SMALL, ids=[p.name for p in SMALL])
-def test_against_float64(runnable: Runnable, problem: Problem, dtype: torch.dtype) -> None:
+def test_b1_against_float64(runnable: Runnable, problem: Problem, dtype: torch.dtype) -> None:
     check(runnable, make(problem, dtype, runnable[0]))
 
 
@@ -134,7 +134,7 @@ def test_activations(runnable: Runnable, activation: Activation, weight_on_input
 
 @pytest.mark.parametrize("weight_on_input", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_finite_differences(runnable: Runnable, name: str, weight_on_input: bool) -> None:
+def test_b1_finite_differences(runnable: Runnable, name: str, weight_on_input: bool) -> None:
     """Along three directions of one input the difference of the float64 answer is the product with our gradient."""
     layer = make(TINY, device=runnable[0], weight_on_input=weight_on_input)
     ours = found(pack(runnable, layer), layer)
@@ -171,7 +171,7 @@ class Expert(torch.autograd.Function):
 
 @pytest.mark.parametrize("weight_on_input", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gradcheck(name: str, weight_on_input: bool) -> None:
+def test_b1_gradcheck(name: str, weight_on_input: bool) -> None:
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

@@ -35,7 +35,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_qdq_passes_the_gradient_straight_through(device: str, dtype: torch.dtype) -> None:
+def test_b1_qdq_passes_the_gradient_straight_through(device: str, dtype: torch.dtype) -> None:
     """Saturated elements, and those of a block with Inf or NaN, are no exception."""
     x = torch.randn(3, 64, device=device).to(dtype)
     x[0, :2], x[1, 3], x[2, 40] = torch.tensor([7.0, -7.0]).to(x), torch.inf, torch.nan
@@ -57,7 +57,7 @@ def test_route_by_hand(device: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "renormalize"), METHODS)
-def test_route_gradient(device: str, method: str, renormalize: bool) -> None:
+def test_b1_route_gradient(device: str, method: str, renormalize: bool) -> None:
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 9, generator=g).to(device)
     gradient = torch.randn(5, 3, generator=g).to(device)
@@ -130,7 +130,7 @@ def test_a_table_of_experts_gives_no_gradient_to_a_slot_of_minus_one(device: str
 # --- what has no gradient ---------------------------------------------------------------------------------------------
 
 
-def test_unfinalized_and_finalize_name_themselves(device: str) -> None:
+def test_b1_unfinalized_and_finalize_name_themselves(device: str) -> None:
     packed, (x, ids, routing) = prepare(weights(TINY, device=device)), inputs(TINY, torch.float32, device=device)
     with pytest.raises(NotImplementedError, match="mxfp4::moe_unfinalized: backward is not implemented"):
         packed.unfinalized(x.requires_grad_(), ids, routing)[0].sum().backward()
@@ -147,7 +147,7 @@ def test_forms_of_x_have_no_gradient_and_say_so(device: str, x_format: str) -> N
         packed(x.requires_grad_(), ids, routing, x_format=x_format).sum().backward()
 
 
-def test_prepare_and_unprepare_name_themselves(device: str) -> None:
+def test_b1_prepare_and_unprepare_name_themselves(device: str) -> None:
     six = list(weights(TINY, device=device).tensors().values())
     six[2] = six[2].float().requires_grad_()
     packed = OPS.prepare_moe(*six, layout="canonical")
@@ -173,7 +173,7 @@ def test_repacking_under_a_gradient_is_refused() -> None:
         OPS.repack_expert(packed, 0, *one, layout="canonical")
 
 
-def test_a_second_derivative_names_the_op(runnable: Runnable) -> None:
+def test_b1_a_second_derivative_names_the_op(runnable: Runnable) -> None:
     layer = make(TINY, device=runnable[0])
     x = layer.x.requires_grad_()
     out = pack(runnable, layer)(x, layer.ids, layer.routing)
@@ -182,7 +182,7 @@ def test_a_second_derivative_names_the_op(runnable: Runnable) -> None:
         gradient.sum().backward()
 
 
-def test_frozen_weights_of_a_float_dtype_are_refused(device: str) -> None:
+def test_b1_frozen_weights_of_a_float_dtype_are_refused(device: str) -> None:
     """Scales may come as float8_e8m0fnu, which torch lets require a gradient: never a quiet None."""
     packed = prepare(weights(TINY, device=device), prefer="reference")
     scales = packed.w2_scale.view(torch.float8_e8m0fnu).requires_grad_()
@@ -191,7 +191,7 @@ def test_frozen_weights_of_a_float_dtype_are_refused(device: str) -> None:
         out.sum().backward()
 
 
-def test_other_forms_of_x_are_refused_by_name(runnable: Runnable) -> None:
+def test_b1_other_forms_of_x_are_refused_by_name(runnable: Runnable) -> None:
     layer = make(TINY, device=runnable[0])
     args, options = backward_call(layer, pack(runnable, layer))
     with pytest.raises(

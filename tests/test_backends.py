@@ -57,14 +57,14 @@ EVERY_ACTIVATION = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=str)
-def test_activations(runnable: Runnable, activation: Activation, dtype: torch.dtype) -> None:
+def test_a1_activations(runnable: Runnable, activation: Activation, dtype: torch.dtype) -> None:
     device, backend = runnable
     problem = TINY.with_(activation=activation.name, tokens=9)
     experts, args = weights(problem, device=device), inputs(problem, dtype, device=device)
     check(backend, pack(backend, experts, activation)(*args), answer(experts, *args, activation), dtype)
 
 
-def test_every_argument_matters(runnable: Runnable) -> None:
+def test_a2_every_argument_matters(runnable: Runnable) -> None:
     """Changing one argument changes the result: none is accepted and ignored."""
     device, backend = runnable
     experts, (x, ids, routing) = weights(TINY, device=device), inputs(TINY, device=device)
@@ -106,7 +106,7 @@ def test_biases_and_routing_weights_of_any_float_dtype(runnable: Runnable, dtype
     check(backend, out, answer(typed, x, ids, routing.to(dtype), Activation()), torch.float32)
 
 
-def test_expert_ids_of_two_shards_sum_to_the_whole(runnable: Runnable) -> None:
+def test_r3_expert_ids_of_two_shards_sum_to_the_whole(runnable: Runnable) -> None:
     device, backend = runnable
     experts, (x, ids, routing) = weights(TINY, device=device), inputs(TINY, torch.float32, device=device)
     whole = pack(backend, experts)(x, ids, routing)
@@ -202,7 +202,7 @@ def test_extreme_scale_bytes(runnable: Runnable, scale: int, tokens: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_poisoned_memory_changes_nothing(runnable: Runnable, dtype: torch.dtype) -> None:
+def test_g1_poisoned_memory_changes_nothing(runnable: Runnable, dtype: torch.dtype) -> None:
     device, backend = runnable
     for problem in (TINY, TINY.with_(tokens=70)):
         packed, args = pack(backend, weights(problem, device=device)), inputs(problem, dtype, device=device)
@@ -215,7 +215,7 @@ def test_poisoned_memory_changes_nothing(runnable: Runnable, dtype: torch.dtype)
         assert torch.isfinite(plain).all() and torch.equal(plain, poisoned)
 
 
-def test_the_same_bits_always(runnable: Runnable) -> None:
+def test_g2_the_same_bits_always(runnable: Runnable) -> None:
     """Again, after other sizes and dtypes and no tokens in between, and with another number of threads."""
     device, backend = runnable
     packed, other = (pack(backend, weights(p, device=device)) for p in (TINY, TINY.with_(hidden=128, experts=2)))
@@ -236,7 +236,7 @@ def test_the_same_bits_always(runnable: Runnable) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_invariance(runnable: Runnable, dtype: torch.dtype) -> None:
+def test_n8_batch_invariance(runnable: Runnable, dtype: torch.dtype) -> None:
     device, backend = runnable
     problem = TINY.with_(tokens=64)
     packed, (x, ids, routing) = pack(backend, weights(problem, device=device)), inputs(problem, dtype, device=device)
@@ -247,7 +247,7 @@ def test_batch_invariance(runnable: Runnable, dtype: torch.dtype) -> None:
     assert torch.equal(packed(x[order], ids[order], routing[order], batch_invariant=True), whole[order])
 
 
-def test_splitting_tokens_is_concatenating(runnable: Runnable) -> None:
+def test_r6_splitting_tokens_is_concatenating(runnable: Runnable) -> None:
     device, backend = runnable
     problem = TINY.with_(tokens=64)
     packed, args = pack(backend, weights(problem, device=device)), inputs(problem, torch.float32, device=device)
@@ -266,14 +266,14 @@ def test_permuting_experts_with_their_ids_changes_nothing(runnable: Runnable) ->
 
 
 @pytest.mark.parametrize("experts,top_k", [(4096, 32), (33, 7), (1, 32)])
-def test_many_experts_and_large_top_k(runnable: Runnable, experts: int, top_k: int) -> None:
+def test_r6_many_experts_and_large_top_k(runnable: Runnable, experts: int, top_k: int) -> None:
     device, backend = runnable
     problem = Problem("p", experts, 32, 32, top_k, 3)
     w, args = weights(problem, device=device), inputs(problem, torch.float32, device=device)
     check(backend, pack(backend, w)(*args), answer(w, *args, Activation()), torch.float32)
 
 
-def test_fp16_callers_do_not_overflow_between_the_products(runnable: Runnable) -> None:
+def test_a5_fp16_callers_do_not_overflow_between_the_products(runnable: Runnable) -> None:
     """The intermediate is 2^18 in float16's face; the result is of size one."""
     device, backend = runnable
     experts = ExpertWeights(*(None if t is None else t.to(device) for t in selector(136, 109).tensors().values()))
@@ -286,7 +286,7 @@ def test_fp16_callers_do_not_overflow_between_the_products(runnable: Runnable) -
 
 
 @pytest.mark.parametrize("bad", [2**32, 2**31, -(2**32)])
-def test_ids_are_not_cut_to_32_bits(bad: int) -> None:
+def test_r7_ids_are_not_cut_to_32_bits(bad: int) -> None:
     """2^32 is expert 0 in its low half: it has to be refused as it is."""
     for backend in backends_for("cpu"):
         x, _, routing = inputs(TINY)

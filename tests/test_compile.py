@@ -56,7 +56,7 @@ class Layer(torch.nn.Module):
         return x + self.experts(x * 2, ids, routing)
 
 
-def test_one_graph_for_every_number_of_tokens(runnable: tuple[str, Backend]) -> None:
+def test_c2_one_graph_for_every_number_of_tokens(runnable: tuple[str, Backend]) -> None:
     device, _ = runnable
     layer = Layer(module(runnable)).to(device)
     counter = CompileCounter()
@@ -76,7 +76,7 @@ def test_inductor_gives_the_eager_bits(runnable: tuple[str, Backend]) -> None:
         assert torch.equal(compiled(*args), experts(*args))
 
 
-def test_no_graph_for_another_layer(runnable: tuple[str, Backend]) -> None:
+def test_c2_no_graph_for_another_layer(runnable: tuple[str, Backend]) -> None:
     """Layers of the same shape share one graph: neither a name nor an object of theirs is in it."""
     device, _ = runnable
     layers = [module(runnable) for _ in range(4)]
@@ -166,7 +166,7 @@ def test_a_wrong_argument_is_named_while_tracing(runnable: tuple[str, Backend]) 
 
 if torch.cuda.is_available():  # no skip to be counted where there is no GPU
 
-    def test_cuda_graph_replays_with_new_values() -> None:
+    def test_c3_cuda_graph_replays_with_new_values() -> None:
         backend = next(b for b in BACKENDS if b.name == "reference")
         layer = module(("cuda", backend))
         static = tokens(8, "cuda")

@@ -44,13 +44,13 @@ def problem(arch: str = "cpu_avx2", **changes: Any) -> MoEProblem:
         ("mps", {}, "reference"),
     ],
 )
-def test_who_is_selected(arch: str, changes: dict[str, Any], name: str) -> None:
+def test_d4_who_is_selected(arch: str, changes: dict[str, Any], name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert select(problem(arch, **changes)).name == name
 
 
-def test_the_fallback_warns_once_with_its_cost() -> None:
+def test_d2_the_fallback_warns_once_with_its_cost() -> None:
     unseen = problem("sm_75", hidden=32 * 731)
     with pytest.warns(UserWarning, match=r"'reference' runs arch=sm_75.*expanded to float32"):
         select(unseen)
@@ -67,7 +67,7 @@ def test_selection_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.message.split()[0] for r in caplog.records] == ["native_cpu"]
 
 
-def test_prefer_restricts_and_refuses_at_once() -> None:
+def test_d3_prefer_restricts_and_refuses_at_once() -> None:
     assert select(problem(), prefer="reference").name == "reference"
     with pytest.raises(Unsupported) as caught:
         select(problem("sm_90"), prefer="native_cpu")
@@ -85,7 +85,7 @@ def test_the_environment_prefers_and_an_argument_wins(monkeypatch: pytest.Monkey
         select(problem())
 
 
-def test_explain_lists_every_backend_with_its_state() -> None:
+def test_d2_explain_lists_every_backend_with_its_state() -> None:
     text = explain(problem("sm_90"))
     assert text.splitlines()[0].startswith("mxfp4:") and "arch=sm_90" in text
     assert "native_cpu: needs cpu, this device is sm_90" in text and "reference: selected" in text
@@ -93,7 +93,7 @@ def test_explain_lists_every_backend_with_its_state() -> None:
     assert "native_cpu: selected" in text and "reference: can run it" in text
 
 
-def test_explain_is_quick_and_select_agrees_with_it() -> None:
+def test_d1_explain_is_quick_and_select_agrees_with_it() -> None:
     start = time.perf_counter()
     for _ in range(100):
         explain(problem())

@@ -93,7 +93,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: moe_out(torch.zeros(5, 96, dtype=torch.bfloat16).requires_grad_()), ValueError,
      OUT + "out must not be given where a gradient is needed. Leave it out, or call under torch.no_grad()."),
     (lambda: OPS.dequant.out(byte(4, 32), byte(4, 2), out=torch.zeros(64, 4).t()), ValueError,
-     "mxfp4::dequant.out: out must be contiguous, got strides [1, 4]."),
+     "mxfp4::dequant.out: out must be contiguous, got strides [1, 4]. It is written in place."),
     (lambda: OPS.dequant.out(byte(4, 32), byte(4, 2), dtype=torch.float32, out=torch.zeros(4, 64).half()), TypeError,
      "mxfp4::dequant.out: out must be float32, got float16."),
     (lambda: OPS.dequant.out(byte(4, 32), byte(4, 2), out=torch.zeros(4, 64).double()), TypeError,

@@ -42,7 +42,7 @@ def assert_quant(x: Tensor, rule: str) -> None:
 
 @every_dequant
 @every_dtype
-def test_all_codes_times_all_scale_bytes(which: str, dtype: torch.dtype) -> None:
+def test_n2_n3_all_codes_times_all_scale_bytes(which: str, dtype: torch.dtype) -> None:
     """Bit for bit: row b holds the 16 codes twice, at scale byte b."""
     row = torch.tensor([2 * i | (2 * i + 1) << 4 for i in range(8)] * 2, dtype=torch.uint8)
     out = DEQUANT[which](row.repeat(256, 1), torch.arange(256, dtype=torch.uint8)[:, None], dtype)
@@ -82,13 +82,14 @@ def tricky_blocks() -> Tensor:
     rows = [near[torch.randint(len(near), (32,), generator=g)] * 2.0**e for e in (-126, -125, -60, 0, 1, 60, 124)]
     rows += [torch.randn(32, generator=g) * 2.0**e for e in (-149, -140, -127, -126, -100, 0, 100, 124)]
     rows += [torch.full((32,), 2.0**e) for e in (-149, -128, -127, -126, -125, 127)]
+    rows += [torch.full((32,), v) for v in near.tolist()]  # each is the largest of a block: the bounds of scale rules
     rows += [torch.full((32,), torch.finfo(torch.float32).max), torch.zeros(32), -torch.zeros(32)]
     rows = torch.stack(rows)
     return torch.cat([rows, -rows, rows * torch.where(torch.arange(32) % 2 == 0, 1.0, -1.0)])
 
 
 @every_rule
-def test_quant_against_integers(rule: str) -> None:
+def test_n5_quant_against_integers(rule: str) -> None:
     assert_quant(tricky_blocks(), rule)
     for dtype in (torch.bfloat16, torch.float16):
         x = tricky_blocks().to(dtype)
@@ -140,7 +141,7 @@ def test_the_neighbours_of_every_threshold(rule: str) -> None:
 @every_quant
 @every_rule
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_and_inf_show_in_their_block_only(which: str, rule: str, bad: float) -> None:
+def test_n7_nan_and_inf_show_in_their_block_only(which: str, rule: str, bad: float) -> None:
     """A neighbour block of ones is 4 * 2^-2: byte 125, code 6."""
     x = torch.ones(3, 96)
     x[1, 40] = bad
@@ -154,7 +155,7 @@ def test_nan_and_inf_show_in_their_block_only(which: str, rule: str, bad: float)
 
 @every_dtype
 @every_rule
-def test_qdq_is_dequant_of_quant(dtype: torch.dtype, rule: str) -> None:
+def test_n5_qdq_is_dequant_of_quant(dtype: torch.dtype, rule: str) -> None:
     x = tricky_blocks().to(dtype)
     x = torch.where(torch.isfinite(x), x, 0)
     blocks, scales = OPS.quant(x, scale_rule=rule)
@@ -164,7 +165,7 @@ def test_qdq_is_dequant_of_quant(dtype: torch.dtype, rule: str) -> None:
     assert torch.equal(bits(quant_modes.qdq(x, rule)), wanted)
 
 
-def test_the_block_maximum_is_never_narrowed() -> None:
+def test_n6_the_block_maximum_is_never_narrowed() -> None:
     """6.98 is below 7 = 1.75 * 4 in float32 and rounds to 7 in bfloat16: rule N6 says 127, not 128."""
     assert OPS.quant(torch.tensor([6.98] + [0.0] * 31))[1].tolist() == [127]
 
@@ -184,7 +185,7 @@ def test_large_and_odd_counts_of_blocks() -> None:
             assert bits(OPS.dequant(*found, dtype=dtype))[-4096:].tolist() == wanted
 
 
-def test_same_bytes_in_other_dtypes() -> None:
+def test_n4_y1_same_bytes_in_other_dtypes() -> None:
     blocks, scales = OPS.quant(torch.randn(3, 4, 64))
     assert blocks.shape == (3, 4, 32) and scales.shape == (3, 4, 2)
     plain = OPS.dequant(blocks, scales)

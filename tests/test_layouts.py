@@ -44,7 +44,7 @@ EVERY = [*PROBLEMS, TINY.with_(name="ungated", activation="relu2_no_mul"), GPT_O
 
 
 @pytest.mark.parametrize("problem", EVERY, ids=[p.name for p in EVERY])
-def test_round_trip_gives_the_same_bytes(layout: Layout, problem: Problem) -> None:
+def test_l3_round_trip_gives_the_same_bytes(layout: Layout, problem: Problem) -> None:
     experts = weights(problem, low=0, high=255)
     packed = pack(layout, experts, activation=problem.activation)
     assert same(unpack(layout, packed, problem), experts)
@@ -73,7 +73,7 @@ def test_dimension_0_is_the_expert(layout: Layout) -> None:
         assert all(torch.equal(a[part], b) for a, b in zip(whole, pack(layout, shard), strict=True))
 
 
-def test_repack_equals_packing_the_new_bytes(layout: Layout) -> None:
+def test_t2_repack_equals_packing_the_new_bytes(layout: Layout) -> None:
     old, new = weights(TINY, seed=1), weights(TINY, seed=2)
     mixed = ExpertWeights(
         *(torch.cat([a[:3], b[3:4], a[4:]]) for a, b in zip(*(w.tensors().values() for w in (old, new)), strict=True))
@@ -84,7 +84,7 @@ def test_repack_equals_packing_the_new_bytes(layout: Layout) -> None:
     assert all(torch.equal(a, b) for a, b in zip(packed.tensors(), pack(layout, mixed), strict=True))
 
 
-def test_interleaved_rows_are_the_same_experts(layout: Layout) -> None:
+def test_l1_interleaved_rows_are_the_same_experts(layout: Layout) -> None:
     experts = weights(TINY)
     turns = {n: t for n, t in experts.tensors().items()}
     for name in ("w13", "w13_scale", "w13_bias"):
@@ -117,7 +117,7 @@ def test_storage_that_starts_anywhere(layout: Layout) -> None:
     assert same(unpack(layout, again, TINY), experts)
 
 
-def test_padding_is_written_and_neutral(layout: Layout) -> None:
+def test_g1_padding_is_written_and_neutral(layout: Layout) -> None:
     """Packing into memory full of 0xFF gives the same bytes: nothing is left as it was found."""
     experts = weights(TINY.with_(experts=2))
     plain = pack(layout, experts)
@@ -138,7 +138,7 @@ def test_meta_tensors_have_the_shapes(layout: Layout) -> None:
         assert found.device.type == "meta" and found.shape == wanted.shape and found.dtype is wanted.dtype
 
 
-def test_view_dtypes_pack_to_the_same_bytes(layout: Layout) -> None:
+def test_y1_view_dtypes_pack_to_the_same_bytes(layout: Layout) -> None:
     experts = weights(TINY)
     views = {
         n: t
@@ -168,7 +168,7 @@ def test_tags_are_unique_and_keep_their_meaning(layout: Layout) -> None:
     assert digest.hexdigest()[:16] == GOLDEN[layout.tag]
 
 
-def test_canonical_experts_are_relabelled_without_a_copy() -> None:
+def test_s3_canonical_experts_are_relabelled_without_a_copy() -> None:
     experts = weights(TINY)
     packed = prepare(experts, prefer="reference")
     assert [t.data_ptr() for t in packed.tensors()] == [

@@ -49,7 +49,7 @@ def test_options_of_the_module_are_used(experts: MXFP4Experts) -> None:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "state_dict", "safetensors"])
-def test_copies_give_the_same_bits(experts: MXFP4Experts, how: str, tmp_path: Path) -> None:
+def test_t1_copies_give_the_same_bits(experts: MXFP4Experts, how: str, tmp_path: Path) -> None:
     wanted = experts(*args(experts))
     if how == "deepcopy":
         again = copy.deepcopy(experts)
@@ -77,7 +77,7 @@ def test_the_tag_is_in_the_state(experts: MXFP4Experts) -> None:
     assert f'"layout": "{experts.layout}"' in text and '"activation": ["silu", null, null, 5.0]' in text
 
 
-def test_another_layout_is_refused_before_a_byte_is_copied(experts: MXFP4Experts) -> None:
+def test_l2_another_layout_is_refused_before_a_byte_is_copied(experts: MXFP4Experts) -> None:
     before = experts.w13.clone()
     state = fresh(experts).state_dict()
     text = bytes(state["_extra_state"].tolist()).decode().replace(experts.layout, "other.v1")

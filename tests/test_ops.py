@@ -39,7 +39,7 @@ def strided(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_opcheck_moe(runnable: tuple[str, Backend], tokens: int, bias: bool, ids_dtype: torch.dtype) -> None:
+def test_c1_opcheck_moe(runnable: tuple[str, Backend], tokens: int, bias: bool, ids_dtype: torch.dtype) -> None:
     device, backend = runnable
     problem = TINY.with_(tokens=tokens, bias=bias, hidden=64, intermediate=32)
     packed = prepare(weights(problem, device=device), prefer=backend.name)
@@ -51,7 +51,7 @@ def test_opcheck_moe(runnable: tuple[str, Backend], tokens: int, bias: bool, ids
         opcheck(OPS.moe, *moe_call(packed, x.float().requires_grad_(), ids, routing), checks=("test_faketensor",))
 
 
-def test_opcheck_moe_with_expert_ids_and_views(runnable: tuple[str, Backend]) -> None:
+def test_c1_opcheck_moe_with_expert_ids_and_views(runnable: tuple[str, Backend]) -> None:
     device, backend = runnable
     problem = TINY.with_(hidden=64, intermediate=32)
     packed = prepare(weights(problem, device=device), prefer=backend.name)
@@ -66,7 +66,7 @@ def test_opcheck_moe_with_expert_ids_and_views(runnable: tuple[str, Backend]) ->
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 32), (5, 96), (2, 3, 64)])
-def test_opcheck_quant_dequant_qdq(device: str, shape: tuple[int, ...]) -> None:
+def test_c1_opcheck_quant_dequant_qdq(device: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, device=device)
     blocks, scales = OPS.quant(x)
     for rule in ("even", "ceil"):
@@ -82,7 +82,18 @@ def test_opcheck_quant_dequant_qdq(device: str, shape: tuple[int, ...]) -> None:
     opcheck(OPS.qdq_mxfp4, (x, "floor"))
 
 
-def test_strided_inputs_give_the_same_numbers(runnable: tuple[str, Backend]) -> None:
+@pytest.mark.parametrize("shape", [(0, 64), (1, 32), (5, 96)])
+def test_c1_opcheck_dequant_out(device: str, shape: tuple[int, ...]) -> None:
+    blocks, scales = OPS.quant(torch.randn(shape, device=device))
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.zeros(shape, dtype=dtype, device=device)
+        opcheck(OPS.dequant.out, (blocks, scales), {"out": out.clone()})
+        opcheck(OPS.dequant.out, (strided(blocks), strided(scales)), {"out": out.clone()})
+        if device == "cpu":
+            opcheck(OPS._native_dequant_out, (blocks, scales, out.clone()))
+
+
+def test_l4_strided_inputs_give_the_same_numbers(runnable: tuple[str, Backend]) -> None:
     device, backend = runnable
     x = torch.randn(4, 64, device=device)
     assert torch.equal(OPS.qdq(x.t().contiguous().t()), OPS.qdq(x))
@@ -98,7 +109,7 @@ def test_strided_inputs_give_the_same_numbers(runnable: tuple[str, Backend]) -> 
 
 @pytest.mark.parametrize("activation", ["swigluoai", "silu_no_mul"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_opcheck_prepare_unprepare_repack(runnable: tuple[str, Backend], activation: str, bias: bool) -> None:
+def test_c1_opcheck_prepare_unprepare_repack(runnable: tuple[str, Backend], activation: str, bias: bool) -> None:
     device, backend = runnable
     problem = TINY.with_(bias=bias, activation=activation, experts=2)
     six = tuple(weights(problem, device=device).tensors().values())
@@ -118,7 +129,7 @@ def test_opcheck_prepare_unprepare_repack(runnable: tuple[str, Backend], activat
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_opcheck_localise(device: str, dtype: torch.dtype) -> None:
+def test_c1_opcheck_localise(device: str, dtype: torch.dtype) -> None:
     ids = torch.tensor([[3, -1, 7], [9, 0, 3]], dtype=dtype, device=device)
     mine = torch.tensor([7, 3, 20], dtype=torch.int32, device=device)
     opcheck(OPS.localise, (ids, mine))
@@ -129,7 +140,7 @@ def test_opcheck_localise(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_opcheck_route(device: str, method: str, tokens: int) -> None:
+def test_c1_opcheck_route(device: str, method: str, tokens: int) -> None:
     logits, bias = torch.randn(tokens, 8, device=device), torch.randn(8, device=device)
     options = {"method": method, "renormalize": METHODS[method].renormalize is not False}
     opcheck(OPS.route, (logits, None, None, None, 3), options)

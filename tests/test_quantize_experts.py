@@ -31,7 +31,7 @@ def in_order(order: str, *stacks: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ["out_in", "in_out"])
 @pytest.mark.parametrize("activation", ["silu", "relu2_no_mul"])
-def test_mxfp4_values_come_back_exactly(order: str, dtype: torch.dtype, activation: str, device: str) -> None:
+def test_b2_mxfp4_values_come_back_exactly(order: str, dtype: torch.dtype, activation: str, device: str) -> None:
     """Rule B2. Scale bytes may differ where a block has small codes only; the values may not."""
     experts = weights(TINY.with_(activation=activation), device=device)
     w13, w2 = dense(experts, dtype)
@@ -46,7 +46,7 @@ def test_mxfp4_values_come_back_exactly(order: str, dtype: torch.dtype, activati
 
 
 @pytest.mark.parametrize("rule", ["even", "ceil", "mse", "gguf"])
-def test_every_expert_is_quant_of_its_matrix(rule: str, device: str) -> None:
+def test_b2_every_expert_is_quant_of_its_matrix(rule: str, device: str) -> None:
     g = torch.Generator().manual_seed(4)
     w13, w2 = torch.randn(3, 128, 96, generator=g).to(device), torch.randn(3, 96, 64, generator=g).to(device)
     found = quantize_experts(w13, w2, order="out_in", scale_rule=rule)

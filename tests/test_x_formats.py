@@ -209,7 +209,7 @@ def test_x_that_comes_quantized(x_format: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("x_format", FORMS)
-def test_feeding_rounded_x_changes_nothing(x_format: str) -> None:
+def test_n5_feeding_rounded_x_changes_nothing(x_format: str) -> None:
     """Rule N5: the quantizer inside moe is the same function. int forms keep a scale that a rounded maximum moves."""
     _, packed = on_reference("cpu")
     x, ids, routing = inputs(TINY, torch.float32)

@@ -19,6 +19,7 @@ from torch import Tensor
 from . import _schemas, checks, format, packing, quant_modes
 from ._extension import cpu_isa, runs_native
 from .activation import resolve
+from .argument_checks import need_contiguous
 from .backends import Backend
 from .dispatch import backend_of
 from .format import BLOCK, FLOAT_DTYPES, as_bytes
@@ -69,7 +70,7 @@ def _check_dequant_out(blocks: Tensor, scales: Tensor, dtype: torch.dtype | None
     op = "mxfp4::dequant.out"
     checks.dequant(op, blocks, scales, out.dtype if dtype is None else dtype)
     checks.out(op, out, (*blocks.shape[:-1], blocks.shape[-1] * 2), out.dtype if dtype is None else dtype, blocks)
-    checks.contiguous(op, "out", out)
+    need_contiguous(op, "out", out, "It is written in place.")
     checks.no_gradient(op, out)
 
 
@@ -145,19 +146,12 @@ def _prepare_moe(*args: Any, **kwargs: Any) -> list[Tensor]:
     return packing.pack(weights, backend.layout, gated=gated, interleaved=call.interleaved)
 
 
-def _unprepare_check(packed: Sequence[Tensor], layout: str, hidden: int, intermediate: int, gated: bool) -> Backend:
-    op = "mxfp4::unprepare_moe"
-    backend = backend_of(op, layout)
-    tensors = checks.named(op, packed, backend, hidden, intermediate, gated=gated)
-    checks.packed(op, dict(tensors), backend, hidden, intermediate, gated=gated)
-    return backend
-
-
 def _unprepare_fake(
     packed: Sequence[Tensor], *, layout: str, hidden: int, intermediate: int, gated: bool = True
 ) -> list[Tensor]:
-    _unprepare_check(packed, layout, hidden, intermediate, gated)
-    present = {n: t for n, t in zip(SLOTS, packed, strict=False) if n not in BIASES or t.shape[1] > 0}
+    op = "mxfp4::unprepare_moe"
+    held = checks.packed_list(op, packed, backend_of(op, layout), hidden, intermediate, gated=gated)
+    present = {n: t for n, t in held.items() if n not in BIASES or t.shape[1] > 0}
     out = packing.allocate(canonical_specs(hidden, intermediate, gated), present, packed[0].shape[0])
     return [out[name] for name in SLOTS]
 
@@ -165,8 +159,10 @@ def _unprepare_fake(
 def _unprepare_moe(
     packed: Sequence[Tensor], *, layout: str, hidden: int, intermediate: int, gated: bool = True
 ) -> list[Tensor]:
-    backend = _unprepare_check(packed, layout, hidden, intermediate, gated)
-    return packing.unpack(list(packed), backend.layout, hidden=hidden, intermediate=intermediate, gated=gated)
+    op = "mxfp4::unprepare_moe"
+    backend = backend_of(op, layout)
+    held = checks.packed_list(op, packed, backend, hidden, intermediate, gated=gated)
+    return packing.unpack(held, backend.layout, hidden=hidden, intermediate=intermediate, gated=gated)
 
 
 def _repack_check(
@@ -175,8 +171,7 @@ def _repack_check(
     op = "mxfp4::repack_expert"
     backend, gated, weights = call.check(op, one=True)
     sizes = (int(weights["w2"].shape[1]), int(weights["w2"].shape[2]) * 2)
-    stacks = checks.named(op, packed, backend, *sizes, gated=gated)
-    checks.packed(op, dict(stacks), backend, *sizes, gated=gated)
+    stacks = checks.packed_list(op, packed, backend, *sizes, gated=gated)
     checks.repack(op, stacks, expert, weights)
     return backend, gated, weights, stacks
 
@@ -206,6 +201,13 @@ def _native_dequant_fake(blocks: Tensor, scales: Tensor, dtype: int) -> Tensor:
 
 def _native_dequant_out_fake(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
     """Nothing is returned."""
+
+
+def _native_moe_fake(x: Tensor, *rest: Any) -> Tensor:
+    # A real call with one tensor on the meta device is sent here, too: it would return memory as it was found.
+    if any(t.device != x.device for t in rest if isinstance(t, Tensor)):
+        raise RuntimeError("mxfp4_ops: the CPU kernels do not take this: devices")
+    return x.new_empty(x.shape)
 
 
 def _like_x_fake(x: Tensor, *rest: Any) -> Tensor:
@@ -252,7 +254,7 @@ ALIASES: dict[str, Callable[..., Any]] = {
     "qdq_mxfp4": _qdq_mxfp4,
 }
 _LEAF_FAKES: dict[str, Callable[..., Any]] = {
-    "_native_moe": _like_x_fake,
+    "_native_moe": _native_moe_fake,
     "_native_route": native_route_fake,
     "_native_quant": _native_quant_fake,
     "_native_dequant": _native_dequant_fake,

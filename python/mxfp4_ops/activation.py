@@ -16,6 +16,7 @@ from torch import Tensor
 from .errors import need
 
 NO_LIMIT = math.inf
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def _clamped(g: Tensor, u: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -225,5 +226,9 @@ def _parameter(op: str, name: str, key: str, value: float | None, default: float
     need(
         fits and finite_or_open,
         lambda: f"{op}: {key} must be a {kind} number for activation {name!r}, got {number}.",
+    )
+    need(
+        not math.isfinite(number) or number == 0 or _SMALLEST <= abs(number) <= _LARGEST,
+        lambda: f"{op}: {key} must be a normal number of float32, which kernels compute in, got {number}.",
     )
     return number

@@ -14,7 +14,14 @@ _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 _FEW = 64
 
 
+def need_tensor(op: str, name: str, tensor: object) -> None:
+    """torch lets None through where a schema says Tensor."""
+    got = "None" if tensor is None else type(tensor).__name__
+    need_type(isinstance(tensor, Tensor), lambda: f"{op}: {name} must be a tensor, got {got}.")
+
+
 def need_dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
+    need_tensor(op, name, tensor)
     need_type(
         tensor.dtype in allowed,
         lambda: f"{op}: {name} must be {' or '.join(map(dtype_name, allowed))}, got {dtype_name(tensor.dtype)}.",
@@ -22,6 +29,7 @@ def need_dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype
 
 
 def need_float(op: str, name: str, tensor: Tensor) -> None:
+    need_tensor(op, name, tensor)
     need_type(
         tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1,
         lambda: f"{op}: {name} must be a float dtype, got {dtype_name(tensor.dtype)}.",
@@ -44,6 +52,13 @@ def need_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], label:
     need(
         tensor.shape == tuple(wanted),
         lambda: f"{op}: {name} must be {label} = {list(wanted)}, got {list(tensor.shape)}.{remedy}",
+    )
+
+
+def need_contiguous(op: str, name: str, tensor: Tensor, remedy: str) -> None:
+    need(
+        tensor.is_contiguous(),
+        lambda: f"{op}: {name} must be contiguous, got strides {list(tensor.stride())}. {remedy}",
     )
 
 

@@ -13,7 +13,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .argument_checks import need_bytes, need_device, need_dims, need_dtype, need_float, need_shape
+from .argument_checks import (
+    need_bytes,
+    need_contiguous,
+    need_device,
+    need_dims,
+    need_dtype,
+    need_float,
+    need_shape,
+    need_tensor,
+)
 from .backends import Backend
 from .errors import dtype_name, need, need_type
 from .format import BLOCK, FLOAT_DTYPES, as_bytes, need_blocks
@@ -65,29 +74,27 @@ def _dtype_argument(op: str, dtype: torch.dtype) -> None:
     )
 
 
+def _absent(bias: object) -> bool:
+    return isinstance(bias, Tensor) and bias.numel() == 0
+
+
 def canonical(op: str, weights: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor]:
     """Check a canonical stack; return its tensors as bytes, absent biases (None or size zero) left out."""
-    for name, tensor in weights.items():
-        need_type(
-            isinstance(tensor, torch.Tensor) or (tensor is None and name in BIASES),
-            lambda n=name, t=tensor: (  # type: ignore[misc]
-                f"{op}: {n} must be a tensor{' or None' if n in BIASES else ''}, got {type(t).__name__}."
-            ),
-        )
-    present = {n: t for n, t in weights.items() if t is not None and not (n in BIASES and t.numel() == 0)}
-    for name, tensor in present.items():
-        need_float(op, name, tensor) if name in BIASES else need_bytes(op, name, tensor)
-    w13, w2 = present["w13"], present["w2"]
+    present = {n: t for n, t in weights.items() if n not in BIASES or (t is not None and not _absent(t))}
+    for name, slot in present.items():
+        need_float(op, name, cast(Tensor, slot)) if name in BIASES else need_bytes(op, name, cast(Tensor, slot))
+    stacks = cast("dict[str, Tensor]", present)
+    w13, w2 = stacks["w13"], stacks["w2"]
     need_dims(op, "w13", w13, 3, _LABELS["w13"])
     need_dims(op, "w2", w2, 3, _LABELS["w2"])
     hidden, intermediate = w13.shape[2] * 2, w2.shape[2] * 2
     need_blocks(op, "hidden (twice the last dimension of w13)", hidden)
     need_blocks(op, "intermediate (twice the last dimension of w2)", intermediate)
     for name, spec in canonical_specs(hidden, intermediate, gated).items():
-        if name in present:
-            _canonical_shape(op, name, present[name], (w13.shape[0], *spec.shape), gated=gated)
-            need_device(op, name, present[name], w13)
-    return {n: t if n in BIASES else as_bytes(t) for n, t in present.items()}
+        if name in stacks:
+            _canonical_shape(op, name, stacks[name], (w13.shape[0], *spec.shape), gated=gated)
+            need_device(op, name, stacks[name], w13)
+    return {n: t if n in BIASES else as_bytes(t) for n, t in stacks.items()}
 
 
 def _canonical_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], *, gated: bool) -> None:
@@ -124,6 +131,7 @@ def packed(
     """
     specs = packed_specs(backend.layout, hidden, intermediate, gated)
     w13 = tensors["w13"]
+    need_tensor(op, "w13", w13)
     need(
         w13 is not None and w13.dim() > 0, lambda: f"{op}: w13 must have the experts as dimension 0, got no dimension."
     )
@@ -133,13 +141,17 @@ def packed(
     for name, tensor in tensors.items():
         spec = specs[name]
         plain[name] = tensor
-        if tensor is None or (
+        if (tensor is None and name in BIASES) or (
             # All is well, in one comparison: this runs at each call.
-            (tensor.dtype is spec.dtype or (spec.dtype is None and tensor.dtype in _BIAS_DTYPES))
+            tensor is not None
+            and (tensor.dtype is spec.dtype or (spec.dtype is None and tensor.dtype in _BIAS_DTYPES))
             and tensor.shape == (experts, *spec.shape)
             and tensor.device == device
+            and tensor.is_contiguous()
         ):
             continue
+        need_tensor(op, name, tensor)
+        tensor = cast(Tensor, tensor)
         need_device(op, name, tensor, w13 if like is None else like)
         if name in BIASES and tensor.dim() == 2 and tensor.shape[1] == 0:
             plain[name] = None
@@ -170,18 +182,21 @@ def _packed_tensor(
             label,
             " Were the weights packed for other sizes or by another layout?",
         )
+        need_contiguous(op, name, tensor, "Call .contiguous() on it once, where weights are loaded.")
 
 
-def named(
+def packed_list(
     op: str, tensors: Sequence[Tensor], backend: Backend, hidden: int, intermediate: int, *, gated: bool
 ) -> dict[str, Tensor]:
-    """Give the tensors of a packed list their names."""
+    """Check a packed list; return its tensors by name, bytes as uint8, absent biases with size zero."""
     found = names(op, backend, hidden, intermediate, gated=gated)
     need(
         len(tensors) == len(found),
         lambda: f"{op}: packed must hold {len(found)} tensors ({', '.join(found)}), got {len(tensors)}.",
     )
-    return dict(zip(found, tensors, strict=True))
+    given = dict(zip(found, tensors, strict=True))
+    plain = packed(op, dict(given), backend, hidden, intermediate, gated=gated)
+    return {name: tensor if (seen := plain[name]) is None else seen for name, tensor in given.items()}
 
 
 def out(op: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
@@ -189,10 +204,6 @@ def out(op: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, like:
     need_type(tensor.dtype is dtype, lambda: f"{op}: out must be {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}.")
     need_shape(op, "out", tensor, shape, "the result's shape")
     need_device(op, "out", tensor, like, "the input's")
-
-
-def contiguous(op: str, name: str, tensor: Tensor) -> None:
-    need(tensor.is_contiguous(), lambda: f"{op}: {name} must be contiguous, got strides {list(tensor.stride())}.")
 
 
 def no_gradient(op: str, *tensors: Tensor | None) -> None:
@@ -228,6 +239,8 @@ def repack(op: str, stacks: Mapping[str, Tensor], expert: int, weights: Mapping[
     experts = stacks["w13"].shape[0]
     need(expert >= 0 and bool(expert < experts), lambda: f"{op}: expert must be in 0..{experts - 1}, got {expert}.")
     need_device(op, "w13", weights["w13"], stacks["w13"])
+    for name, stack in stacks.items():  # an expanded stack holds one expert for all, and writing one would change all
+        need_contiguous(op, f"{name} in packed", stack, "It is overwritten in place.")
     for name in BIASES:
         _same_bias(op, name, stacks[name], weights.get(name))
 

@@ -85,6 +85,7 @@ def _localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
     if topk_ids.device.type == "cpu":
         ordered = expert_ids.sort().values
         _assert((topk_ids >= -1).all(), "mxfp4::localise: topk_ids must be -1 (skip) or an expert.")
+        _assert((ordered >= 0).all(), "mxfp4::localise: expert_ids must be expert numbers from 0 on.")
         _assert((ordered[1:] != ordered[:-1]).all(), "mxfp4::localise: expert_ids must not repeat.")
     return shard_rows(topk_ids, expert_ids)
 

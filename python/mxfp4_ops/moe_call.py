@@ -98,7 +98,7 @@ class MoECall:
         if self.expert_ids is None:
             token_checks.id_values(self.op, self.topk_ids, self.w13.shape[0])
             return self.topk_ids
-        return localise(self.topk_ids, self.expert_ids)
+        return _localised(self.op, self.topk_ids, self.expert_ids)
 
     def run(self, plan: CallPlan, ids: Tensor, packed: Mapping[str, Tensor | None]) -> Tensor:
         return plan.backend.run(
@@ -164,7 +164,7 @@ def _check_out(call: MoECall, out: Tensor) -> None:
 def _unchecked(call: MoECall, plan: CallPlan) -> Tensor | None:
     """The result by a backend that checks its inputs itself. None: there is something to say, or to convert."""
     if plan.backend.checks_inputs and call.expert_ids is None and call.x_scale is None and not call.aux:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, AttributeError):  # None has no .contiguous()
             return call.run(plan, call.topk_ids, call.slots())
     return None
 
@@ -183,8 +183,13 @@ def localise_fake(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
 
 def localise(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
     localise_fake(topk_ids, expert_ids)
-    token_checks.id_values("mxfp4::localise", topk_ids, None)
-    token_checks.distinct("mxfp4::localise", expert_ids)
+    return _localised("mxfp4::localise", topk_ids, expert_ids)
+
+
+def _localised(op: str, topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
+    """``localise`` for checked dtypes and shapes; ``op`` is whose values they are."""
+    token_checks.id_values(op, topk_ids, None)
+    token_checks.expert_numbers(op, expert_ids)
     return shard_rows(topk_ids, expert_ids)
 
 
@@ -195,4 +200,4 @@ def shard_rows(topk_ids: Tensor, expert_ids: Tensor) -> Tensor:
         return torch.full_like(ids, -1)
     ordered, rows = expert_ids.to(ids.dtype).sort()
     place = torch.searchsorted(ordered, ids).clamp_max(ordered.shape[0] - 1)
-    return torch.where(ordered[place] == ids, rows[place].to(ids.dtype), -1)
+    return torch.where((ordered[place] == ids) & (ids >= 0), rows[place].to(ids.dtype), -1)

@@ -1,4 +1,5 @@
-"""Canonical weights into a backend's layout and back, expert by expert: the peak is the result plus one expert.
+"""Canonical weights into a backend's layout and back, expert by expert: beside the result, memory holds one
+expert, padded and packed.
 
 ``Canonical`` below is what ``checks.canonical`` returns: the tensors of a stack by slot name, bytes as uint8, absent
 biases left out.
@@ -76,9 +77,11 @@ def _need_bytes_in(scales: Tensor, name: str, layout: Layout) -> None:
     )
 
 
-def unpack(packed: list[Tensor], layout: Layout, *, hidden: int, intermediate: int, gated: bool) -> list[Tensor]:
-    """Inverse of ``pack``: the six canonical tensors in the order of SLOTS, absent biases with size zero."""
-    stacks = dict(zip(packed_specs(layout, hidden, intermediate, gated), packed, strict=True))
+def unpack(
+    stacks: Mapping[str, Tensor], layout: Layout, *, hidden: int, intermediate: int, gated: bool
+) -> list[Tensor]:
+    """Inverse of ``pack`` for checked tensors by name: the six canonical ones in the order of SLOTS, absent biases with
+    size zero."""
     present = {n: t for n, t in stacks.items() if n not in BIASES or t.numel()}
     out = allocate(canonical_specs(hidden, intermediate, gated), present, stacks["w13"].shape[0])
     for e in range(stacks["w13"].shape[0]):

@@ -58,8 +58,9 @@ def prepare(
     ``problem`` says what will be computed; left out, it is ``problem_of(experts, activation=activation)``. Where it is
     given, its own activation counts and ``activation`` must be left alone. ``interleaved`` says that the rows of w13
     and w13_bias are gate 0, up 0, gate 1, up 1, ... (gpt-oss) and not all gate rows, then all up rows. ``prefer``
-    names the only candidate. The peak of memory is the result plus one expert; no reference to the inputs is kept,
-    except by the backend ``reference``, whose layout is the canonical one: it relabels the tensors without a copy.
+    names the only candidate. Beside the result, memory holds one expert, padded and packed, and less than 64 MiB for
+    experts of up to 25 MB; no reference to the inputs is kept, except by the backend ``reference``, whose layout is the
+    canonical one: it relabels the tensors without a copy.
     Raises: Unsupported with every backend's reasons; ValueError and TypeError for weights that do not fit together, or
     for a problem of other sizes; TypeError for packed weights.
     """
@@ -99,11 +100,11 @@ def _need_same(found: MoEProblem, wanted: MoEProblem) -> None:
 def unprepare(packed: PackedExperts, *, interleaved: bool = False) -> ExpertWeights:
     """Get the canonical bytes back, exactly as ``prepare`` was given them; ``interleaved`` puts gate and up rows in
     turn."""
-    layout = backend_of("mxfp4_ops.unprepare", packed.layout).layout
-    checks.interleaved("mxfp4_ops.unprepare", interleaved, gated=packed.gated)
-    stacks = packing.unpack(
-        packed.tensors(), layout, hidden=packed.hidden, intermediate=packed.intermediate, gated=packed.gated
-    )
+    op, gated = "mxfp4_ops.unprepare", packed.gated
+    backend = backend_of(op, packed.layout)
+    checks.interleaved(op, interleaved, gated=gated)
+    held = checks.packed_list(op, packed.tensors(), backend, packed.hidden, packed.intermediate, gated=gated)
+    stacks = packing.unpack(held, backend.layout, hidden=packed.hidden, intermediate=packed.intermediate, gated=gated)
     if interleaved:
         stacks = [
             _interleave(t) if name.startswith("w13") and t.numel() else t for name, t in zip(SLOTS, stacks, strict=True)

@@ -142,11 +142,14 @@ def finalize(op: str, rows: Tensor, row_of_slot: Tensor, topk_weights: Tensor) -
     need_device(op, "topk_weights", topk_weights, rows, "rows'")
 
 
-def distinct(op: str, ids: Tensor) -> None:
-    """Refuse an expert named twice, which would count twice in a sum over ranks. CPU tensors only."""
+def expert_numbers(op: str, ids: Tensor) -> None:
+    """Refuse an expert named twice, which would count twice in a sum over ranks, and a negative number, which a skipped
+    slot would find. CPU tensors only."""
     if ids.device.type != "cpu":
         return
     values = ids.sort().values
+    least = 0 if values.numel() == 0 else int(values[0])
+    need(least >= 0, lambda: f"{op}: expert_ids must be expert numbers from 0 on, got {least}.")
     twice = values[1:][values[1:] == values[:-1]].tolist()
     need(not twice, lambda: f"{op}: expert_ids must not repeat, got {twice[0]} more than once.")
 

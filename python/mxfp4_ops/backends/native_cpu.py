@@ -24,6 +24,7 @@ from .base import Backend, Packed, need_arch, need_x_format
 _ROWS, _HALF, _SUPER, _STEP = 32, 16, 64, 8  # rows of a tile and of a line; k of a superblock and of a step
 _SCALES = _ROWS * _SUPER // 32  # scale bytes at the head of a superblock
 _BYTES = _SCALES + _ROWS * _SUPER // 2
+_SLAB = 16  # tiles that are packed at once: a large expert would need some 60 MB of int32 beside it (rule M1)
 _NARROW_OR_WIDE = (torch.bfloat16, torch.float16, torch.float64)
 _LOW_NIBBLES, _BYTE_PAIRS, _SHORT = 0x0F0F0F0F, 0x00FF00FF, 0x0000FFFF
 
@@ -80,9 +81,10 @@ def _pack_matrix(codes: Tensor, scales: Tensor, paired: bool) -> Tensor:
     out = codes.new_empty(tiles, supers, _BYTES)
     s = _tile_rows(scales.unflatten(1, (supers, 2)), paired)  # [tiles, 2, 16, supers, 2]
     out[..., :_SCALES] = s.permute(0, 3, 4, 1, 2).flatten(2)
-    w = _tile_rows(_even_then_odd(_words(codes)).unflatten(1, (supers, _SUPER // _STEP)), paired)
-    lines = w.permute(0, 3, 4, 1, 2).contiguous()  # [tiles, supers, step, half, 16]
-    out[..., _SCALES:] = lines.view(torch.uint8).flatten(2)
+    words = _tile_rows(_words(codes).unflatten(1, (supers, _SUPER // _STEP)), paired)
+    for some, place in zip(words.split(_SLAB), out.split(_SLAB), strict=True):
+        lines = _even_then_odd(some).permute(0, 3, 4, 1, 2).contiguous()  # [tiles, supers, step, half, 16]
+        place[..., _SCALES:] = lines.view(torch.uint8).flatten(2)
     return out
 
 
