@@ -6,7 +6,8 @@
 A refusal is one of four, and no other error is let through:
   ValueError, TypeError, Unsupported   ours: the text begins with the op's name (an alias may name what it stands for)
   RuntimeError                         torch's own, where an argument is no value of the schema's type ("mxfp4::moe()
-                                       Expected a value of type 'Tensor' ..."): it comes before any code of ours
+                                       Expected a value of type 'Tensor' ..."): it comes before any code of ours;
+                                       for an op with overloads one sentence for each follows a line that says so
 Results are compared by fuzz_answers.py; inputs keep their bytes, results share no storage with them.
 """
 
@@ -38,6 +39,7 @@ STANDS_FOR = {
 }
 MUTATED = {"repack_expert": "packed", "dequant.out": "out"}
 LEAST_ACCEPTED = 0.4
+_OVERLOADED = "Overloaded torch operator invoked from Python failed to match any schema:\n"
 
 
 class Wrong(Exception):
@@ -68,6 +70,7 @@ def check_refusal(call: Call, error: Exception) -> None:
     text = str(error)
     ours = isinstance(error, (ValueError, TypeError, mxfp4_ops.Unsupported))
     ours = ours and text.startswith(tuple(f"mxfp4::{n}: " for n in names))
+    text = text.removeprefix(_OVERLOADED)
     schema = type(error) is RuntimeError and text.startswith(tuple(f"mxfp4::{n}() " for n in names))
     if not (ours or schema):
         raise Wrong(f"{type(error).__name__} is no refusal: {text[:300]}") from error

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import _schemas, checks, format, packing, quant_modes
 from ._extension import cpu_isa, runs_native
 from .activation import resolve
-from .argument_checks import need_contiguous
+from .argument_checks import need_contiguous, need_tensor
 from .backends import Backend
 from .dispatch import backend_of
 from .format import BLOCK, FLOAT_DTYPES, as_bytes
@@ -68,6 +68,7 @@ def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
 
 def _check_dequant_out(blocks: Tensor, scales: Tensor, dtype: torch.dtype | None, out: Tensor) -> None:
     op = "mxfp4::dequant.out"
+    need_tensor(op, "out", out)
     checks.dequant(op, blocks, scales, out.dtype if dtype is None else dtype)
     checks.out(op, out, (*blocks.shape[:-1], blocks.shape[-1] * 2), out.dtype if dtype is None else dtype, blocks)
     need_contiguous(op, "out", out, "It is written in place.")

@@ -201,6 +201,7 @@ def packed_list(
 
 def out(op: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
     """A caller's buffer for the result."""
+    need_tensor(op, "out", tensor)
     need_type(tensor.dtype is dtype, lambda: f"{op}: out must be {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}.")
     need_shape(op, "out", tensor, shape, "the result's shape")
     need_device(op, "out", tensor, like, "the input's")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ def product(rows: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tens
     """rows [n, k] times weight [out, k] transposed; row by row where a row's bits may not depend on n."""
     if batch_invariant:
         return torch.stack([(weight * row).sum(-1) for row in rows])
-    with torch.autocast(rows.device.type, enabled=False):  # it would round both factors to bfloat16
-        return rows @ weight.t()
+    device = rows.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        return rows @ weight.t()  # autocast would round both factors to bfloat16
 
 
 def _activate(activation: Resolved, h: Tensor, batch_invariant: bool) -> Tensor:
