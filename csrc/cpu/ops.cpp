@@ -34,6 +34,12 @@ void require(bool ok, const char* what) {
     if (!ok) throw std::runtime_error(std::string("mxfp4_ops: the CPU kernels do not take this: ") + what);
 }
 
+// torch passes None where a schema says Tensor, as a tensor without memory, and asking that one for anything but this
+// ends the process in torch 2.11.
+void require_defined(std::initializer_list<const Tensor*> tensors) {
+    for (const Tensor* tensor : tensors) require(tensor->defined(), "a tensor is None");
+}
+
 constexpr int64_t kChunk = 4096;  // elements that conversions take at once: 16 KiB of fp32 stay in L1
 
 Dtype dtype_of(ScalarType type) {
@@ -96,12 +102,14 @@ bool is_byte(const Tensor& tensor) {
 }
 
 void check_quant(const Tensor& x, int64_t scale_rule) {
+    require_defined({&x});
     require(x.dim() > 0 && x.size(-1) % kBlock == 0, "last dimension");
     require(x.scalar_type() != ScalarType::Double, "dtype");
     require(scale_rule >= 0 && scale_rule <= static_cast<int64_t>(ScaleRule::rceil), "scale rule");
 }
 
 void check_dequant(const Tensor& blocks, const Tensor& scales) {
+    require_defined({&blocks, &scales});
     require(is_byte(blocks) && is_byte(scales), "blocks and scales are bytes");
     require(shape_with_last(blocks, 0) == shape_with_last(scales, 0) && blocks.size(-1) * 2 % kBlock == 0 &&
                 blocks.size(-1) * 2 == scales.size(-1) * kBlock,
@@ -129,6 +137,7 @@ std::tuple<Tensor, Tensor> native_quant(const Tensor& x, int64_t scale_rule) {
 void native_dequant_out(const Tensor& blocks, const Tensor& scales, const Tensor& out) {
     const Kernels& k = kernels();
     check_dequant(blocks, scales);
+    require_defined({&out});
     require(out.is_cpu() && out.is_contiguous() && out.numel() == blocks.numel() * 2, "out");
     const Dtype dtype = dtype_of(out.scalar_type());
     const auto* codes = static_cast<const uint8_t*>(blocks.const_data_ptr());
@@ -194,6 +203,7 @@ void check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
                const std::optional<Tensor>& w2_bias, int64_t hidden, int64_t intermediate, int64_t activation) {
     const auto padded = [](int64_t n) { return (n + kSuperK - 1) / kSuperK * kSuperK; };
     const auto rows_of = [&](int64_t n) { return padded(n) * (is_gated(static_cast<Activation>(activation)) ? 2 : 1); };
+    require_defined({&x, &topk_ids, &topk_weights, &w13, &w13_scale, &w2, &w2_scale});
     require(hidden > 0 && hidden % kBlock == 0 && intermediate > 0 && intermediate % kBlock == 0, "sizes");
     require(x.dim() == 2 && topk_ids.dim() == 2 && w13.dim() == 4, "dimensions");
     const int64_t tokens = x.size(0), top_k = topk_ids.size(1), experts = w13.size(0);
@@ -281,6 +291,7 @@ Tensor native_moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_we
 
 void check_route(const Tensor& logits, const std::optional<Tensor>& bias, const std::optional<Tensor>& given,
                  int64_t top_k, int64_t score, int64_t groups, int64_t topk_groups) {
+    require_defined({&logits});
     require(logits.dim() == 2, "dimensions");
     const int64_t tokens = logits.size(0), experts = logits.size(1);
     require(is_plain(logits, {tokens, experts}) && experts <= INT32_MAX, "logits");

@@ -64,13 +64,19 @@ def expert_backward(
     grad_y = grad_output if weight_on_input else grad_output * weight
     grad_h = activation.backward(h, back if weight_on_input else back * weight)
     if weight_on_input:
-        grad_weight, grad_bare = (grad_h * bare).sum(-1), grad_h * weight
+        grad_weight, grad_bare = _row_sums(grad_h * bare, batch_invariant), grad_h * weight
     else:
         a = activation(h)
         a = a.to(torch.bfloat16).to(a.dtype) if round_intermediate else a
-        grad_weight, grad_bare = (back * a).sum(-1), grad_h
-        grad_weight = grad_weight if expert.w2_bias is None else grad_weight + (grad_output * expert.w2_bias).sum(-1)
+        grad_weight, grad_bare = _row_sums(back * a, batch_invariant), grad_h
+        if expert.w2_bias is not None:
+            grad_weight = grad_weight + _row_sums(grad_output * expert.w2_bias, batch_invariant)
     return product(grad_bare, expert.w13.t(), batch_invariant), grad_weight, grad_h, grad_y
+
+
+def _row_sums(rows: Tensor, batch_invariant: bool) -> Tensor:
+    """Sums of rows [n, k], [n]; row by row where the order of additions may not depend on n."""
+    return torch.stack([row.sum() for row in rows]) if batch_invariant else rows.sum(-1)
 
 
 def moe_backward_fake(grad_output: Tensor, *args: Any, output_mask: Sequence[bool], **kwargs: Any) -> _Gradients:

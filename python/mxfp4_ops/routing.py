@@ -152,4 +152,4 @@ def route(
     weights = chosen / _nonzero(_sum_in_order(chosen) if renormalize else total) * scale
     if given is None:
         weights = torch.where(choice.isnan().any(-1, keepdim=True), torch.nan, weights)
-    return ids.to(torch.int32), weights.contiguous()
+    return ids.to(torch.int32).contiguous(), weights.contiguous()

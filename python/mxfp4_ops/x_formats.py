@@ -51,8 +51,11 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _divided(amax: Tensor, top: float) -> Tensor:
-    """amax / top, which the largest element divides to ``top``; 1 for a group of zeros, NaN for a bad one."""
-    scale = torch.where(amax == 0, 1.0, (amax / top).clamp_min(_SMALLEST))
+    """amax / top, which the largest element divides to ``top``; 1 for a group of zeros, NaN for a bad one.
+
+    By a tensor: on a GPU torch divides by a Python number with its reciprocal, which rounds otherwise.
+    """
+    scale = torch.where(amax == 0, 1.0, (amax / amax.new_full((), top)).clamp_min(_SMALLEST))
     return torch.where(amax == torch.inf, torch.nan, scale)
 
 
