@@ -49,6 +49,9 @@ def test_opcheck_out_and_unfinalized(runnable: Runnable, tokens: int) -> None:
     opcheck(OPS.moe.out, positional, {**options, "out": torch.empty_like(args[0])})
     opcheck(OPS.moe_unfinalized, positional, options)
     opcheck(OPS.moe_unfinalized, (*map(strided, args), *positional[3:]), options)
+    turned = tuple(t.t().contiguous().t() for t in args)  # where() keeps such strides
+    opcheck(OPS.moe_unfinalized, (*turned, *positional[3:]), options)
+    assert all(t.is_contiguous() for t in OPS.moe_unfinalized(*turned, *positional[3:], **options))
     rows, row_of_slot = packed.unfinalized(*args)
     opcheck(OPS.finalize, (rows, row_of_slot, args[2]))
     opcheck(OPS.finalize, (strided(rows), strided(row_of_slot), strided(args[2])))
