@@ -46,7 +46,7 @@ def _near_codes(x: Tensor, blocks: Tensor, scales: Tensor, mode: str) -> None:
     if not ordinary.any():
         return
     values = decode(blocks, scales).unflatten(-1, (-1, 32))[ordinary]
-    step = torch.ldexp(torch.ones(()).double(), scales[ordinary].int() - 127)[:, None, None]
+    step = torch.ldexp(torch.ones_like(largest[ordinary]), scales[ordinary].int() - 127)[:, None, None]
     size = groups[ordinary].abs()
     least = (size[..., None] - torch.tensor(MAGNITUDES, dtype=torch.float64) * step).abs().amin(-1)
     assert torch.equal((size - values.abs()).abs(), least), "not the nearest value"

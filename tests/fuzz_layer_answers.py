@@ -51,7 +51,7 @@ def expanded(x: Tensor, scale: Tensor, x_format: str, size: int) -> Tensor:
         return decode(plain(x), plain(scale))
     factors = plain(scale)
     if factors.dtype is torch.uint8:
-        factors = torch.where(factors == 255, torch.nan, torch.ldexp(torch.ones(()).double(), factors.int() - 127))
+        factors = torch.where(factors == 255, torch.nan, torch.ldexp(torch.ones(factors.shape).double(), factors.int() - 127))
     return plain(x).double() * factors.double().repeat_interleave(GROUPS[x_format] or size, -1)[:, :size]
 
 
@@ -135,7 +135,10 @@ def _compare(layer: Layer, out: Tensor) -> None:
     else:
         wanted, slack = _formed_answer(layer)
     wanted = torch.where(wanted.abs() > torch.finfo(out.dtype).max, torch.inf, wanted)
-    fine = torch.isfinite(wanted).all(1) & (wanted.abs().amax(1) < _LARGE) & (x.double().abs().amax(1) < _LARGE)
+    enters = x.double().abs().amax(1)
+    if layer.on_input:
+        enters = enters * torch.where(layer.ids < 0, 1, layer.routing).abs().amax(1).clamp_min(1)
+    fine = torch.isfinite(wanted).all(1) & (wanted.abs().amax(1) < _LARGE) & (enters < _LARGE)
     assert not torch.isfinite(out[~torch.isfinite(wanted)]).any(), "a finite result for a NaN or an infinity"
     limits = torch.finfo(out.dtype)
     least = max(1e-30, 4 * limits.smallest_normal * limits.eps * x.shape[1] / layer.bound)

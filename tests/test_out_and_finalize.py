@@ -43,7 +43,7 @@ def test_moe_out_takes_every_option(runnable: Runnable) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_opcheck_out_and_unfinalized(runnable: Runnable, tokens: int) -> None:
+def test_c1_opcheck_out_and_unfinalized(runnable: Runnable, tokens: int) -> None:
     packed, args = layer(runnable, TINY.with_(tokens=tokens, hidden=64, intermediate=32))
     positional, options = moe_call(packed, *args)
     opcheck(OPS.moe.out, positional, {**options, "out": torch.empty_like(args[0])})

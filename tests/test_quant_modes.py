@@ -181,7 +181,7 @@ def test_qdq_is_dequant_of_quant(mode: str, dtype: torch.dtype, device: str) -> 
 
 @pytest.mark.parametrize("mode", ["mse", "torchao_rceil", "gguf", "triton_kernels"])
 @pytest.mark.parametrize("shape", [(0, 64), (1, 32), (5, 96), (2, 3, 64)])
-def test_opcheck(mode: str, shape: tuple[int, ...], device: str) -> None:
+def test_c1_opcheck_quant_modes(mode: str, shape: tuple[int, ...], device: str) -> None:
     x = torch.randn(shape, device=device)
     opcheck(OPS.quant, (x,), {"scale_rule": mode})
     opcheck(OPS.qdq, (strided(x.bfloat16()),), {"scale_rule": mode})
