@@ -51,7 +51,9 @@ def expanded(x: Tensor, scale: Tensor, x_format: str, size: int) -> Tensor:
         return decode(plain(x), plain(scale))
     factors = plain(scale)
     if factors.dtype is torch.uint8:
-        factors = torch.where(factors == 255, torch.nan, torch.ldexp(torch.ones(factors.shape).double(), factors.int() - 127))
+        factors = torch.where(
+            factors == 255, torch.nan, torch.ldexp(torch.ones(factors.shape).double(), factors.int() - 127)
+        )
     return plain(x).double() * factors.double().repeat_interleave(GROUPS[x_format] or size, -1)[:, :size]
 
 
