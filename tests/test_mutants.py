@@ -1,5 +1,7 @@
-"""The table of mutants.py fits the code: each text is there once, each test exists. The mutants themselves take minutes:
-``python tests/mutants.py``."""
+"""The table of mutants.py fits the code: each text is there once, each test exists.
+
+The mutants themselves take minutes: ``python tests/mutants.py``.
+"""
 
 from __future__ import annotations
 
