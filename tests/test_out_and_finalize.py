@@ -33,7 +33,7 @@ def test_moe_out_has_the_bits_of_moe(runnable: Runnable, dtype: torch.dtype) -> 
     assert packed(x, ids, routing, out=x) is x and torch.equal(x, wanted), "out may be x: it is written last"
 
 
-def test_moe_out_takes_every_option(runnable: Runnable) -> None:
+def test_a2_moe_out_takes_every_option(runnable: Runnable) -> None:
     packed, (x, ids, routing) = layer(runnable)
     order = torch.arange(TINY.experts, dtype=torch.int32, device=x.device).flip(0)
     for options in ({"expert_ids": order}, {"weight_on_input": True}, {"batch_invariant": True}):

@@ -165,7 +165,7 @@ def test_every_mode_of_the_table_is_tested_and_differs_from_the_others() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", QUANT_MODES)
-def test_qdq_is_dequant_of_quant(mode: str, dtype: torch.dtype, device: str) -> None:
+def test_n5_qdq_is_dequant_of_quant_in_every_mode(mode: str, dtype: torch.dtype, device: str) -> None:
     x = golden_inputs().to(device, dtype)
     blocks, scales = OPS.quant(x, scale_rule=mode)
     wanted = OPS.dequant(blocks, scales, dtype=dtype)
