@@ -26,8 +26,10 @@ from typing import Any
 
 import mxfp4_ops
 import torch
-from fuzz_answers import ANSWERS, plain, raw
-from fuzz_calls import OPS, Call, make
+from fuzz_answers import ANSWERS
+from fuzz_calls import FUNCTIONS, OPS, Call
+from fuzz_changes import make
+from fuzz_layout_answers import plain, raw
 from torch import Tensor
 
 STANDS_FOR = {
@@ -36,9 +38,11 @@ STANDS_FOR = {
     "dequant_mxfp4": "dequant",
     "qdq_mxfp4": "qdq",
     "dequant.out": "dequant",
+    "moe.out": "moe",
 }
-MUTATED = {"repack_expert": "packed", "dequant.out": "out"}
+MUTATED = {"repack_expert": "packed", "dequant.out": "out", "moe.out": "out"}
 LEAST_ACCEPTED = 0.4
+_PREFIXES = ("mxfp4::", "mxfp4_ops.")
 _OVERLOADED = "Overloaded torch operator invoked from Python failed to match any schema:\n"
 
 
@@ -59,8 +63,13 @@ def describe(call: Call) -> str:
 
 
 def invoke(call: Call) -> Any:
-    if call.op == "function":
-        return mxfp4_ops.mxfp4_moe(**call.args)
+    if call.op == "quantize_experts":  # hands biases on as they are
+        made = mxfp4_ops.quantize_experts(**call.args)
+        if made.w13_bias is not call.args["w13_bias"] or made.w2_bias is not call.args["w2_bias"]:
+            raise Wrong("another bias")
+        return [made.w13, made.w13_scale, made.w2, made.w2_scale]
+    if call.op in FUNCTIONS:
+        return FUNCTIONS[call.op](**call.args)
     op, _, overload = call.op.partition(".")
     return (getattr(getattr(OPS, op), overload) if overload else getattr(OPS, op))(**call.args)
 
@@ -68,8 +77,8 @@ def invoke(call: Call) -> Any:
 def check_refusal(call: Call, error: Exception) -> None:
     names = {call.op, STANDS_FOR.get(call.op, call.op)} - {"function"}
     text = str(error)
-    ours = isinstance(error, (ValueError, TypeError, mxfp4_ops.Unsupported))
-    ours = ours and text.startswith(tuple(f"mxfp4::{n}: " for n in names))
+    kinds = (ValueError, TypeError, NotImplementedError if call.op == "moe_backward" else mxfp4_ops.Unsupported)
+    ours = isinstance(error, kinds) and text.startswith(tuple(f"{p}{n}: " for p in _PREFIXES for n in names))
     text = text.removeprefix(_OVERLOADED)
     schema = type(error) is RuntimeError and text.startswith(tuple(f"mxfp4::{n}() " for n in names))
     if not (ours or schema):

@@ -1,7 +1,7 @@
 """Break the package in one place at a time and see that the tests notice: every mutant has to be killed.
 
     python tests/mutants.py                     all of them; status 1 if one survives or its text is not found once
-    python tests/mutants.py --only NAME         one of them
+    python tests/mutants.py --only NAME ...     some of them
     python tests/mutants.py --jobs 2            C++ and Python mutants side by side (the default)
 
 The tree is copied to a temporary folder and built there; a mutant of C++ compiles what it changes. The tests that any
@@ -109,12 +109,13 @@ def several(tree: Tree, mutants: Sequence[Mutant]) -> list[tuple[Mutant, str, fl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only")
+    parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    chosen = [m for m in MUTANTS if options.only in (None, m.name)]
-    if not chosen:
-        raise SystemExit(f"--only must be one of {', '.join(m.name for m in MUTANTS)}, got {options.only!r}.")
+    unknown = set(options.only) - {m.name for m in MUTANTS}
+    if unknown:
+        raise SystemExit(f"--only must be of {', '.join(m.name for m in MUTANTS)}, got {', '.join(unknown)}.")
+    chosen = [m for m in MUTANTS if not options.only or m.name in options.only]
     with tempfile.TemporaryDirectory() as folder:
         trees = [Tree(Path(folder) / str(i)) for i in range(max(options.jobs, 1))]
         trees[0].configure()

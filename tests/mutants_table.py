@@ -14,8 +14,19 @@ NUMBERS, ROUTING, STATE = (
 LAYOUTS, NN, DISPATCH = "tests/test_layouts.py::", "tests/test_nn.py::", "tests/test_dispatch.py::"
 ERRORS, MEMORY = "tests/test_errors.py", "tests/test_errors_memory.py"
 ISA, ISA_INT = "tests/test_isa.py::", "tests/test_isa_int.py::"
-QUANT = FORMAT + "test_n5_quant_against_fractions"
+QUANT = FORMAT + "test_n5_quant_against_integers"
 ACTIVATION = BACKENDS + "test_a1_activations"
+FORMS, ROUTE, MODES = "tests/test_x_formats.py::", "tests/test_route.py::", "tests/test_quant_modes.py::"
+TWO_STEPS, GRADIENTS, OF_OPS = (
+    "tests/test_out_and_finalize.py::",
+    "tests/test_autograd.py::",
+    "tests/test_autograd_ops.py::",
+)
+EXPORT, DEBUG = "tests/test_export.py::", "tests/test_debug.py::"
+SECOND = FORMS + "test_against_a_second_definition"
+SAME_BITS = ROUTE + "test_the_compiled_kernel_has_the_bits_of_plain_torch"
+SLOPES = GRADIENTS + "test_slopes_are_those_of_autograd"
+CORNERS = MODES + "test_corners_by_hand"
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,10 @@ def _native(name: str, file: str, old: str, new: str, breaks: str, *tests: str) 
 
 
 _NUMBERS = (
-    _python("tie_075", "format", "(0.75, True)", "(0.75, False)", "a tie goes to the odd code", QUANT),
-    _python("tie_25", "format", "(2.5, False)", "(2.5, True)", "a tie goes to the odd code", QUANT),
-    _python("bound_5", "format", "(5.0, False)", "(5.5, False)", "a rounding bound is moved", QUANT),
+    _python("tie_075", "format", '"even": (False, True,', '"even": (False, False,', "a tie goes to the odd code", QUANT),
+    _python("tie_25", "format", '"even": (False, True, False, True, False,', '"even": (False, True, False, True, True,',
+            "a tie goes to the odd code", QUANT),
+    _python("bound_5", "format", "3.5, 5.0)", "3.5, 5.5)", "a rounding bound is moved", QUANT),
     _python("rule_even", "format", '"even": 0x5FFFFF', '"even": 0x600000', "scale rule even at 1.75", QUANT),
     _python("rule_rceil", "format", '"rceil": 0x400000', '"rceil": 0x3FFFFF', "scale rule rceil at 1.5", QUANT),
     _python("rule_floor", "format", '"floor": _MANTISSA', '"floor": 0x7FFFF0', "scale rule floor near 2", QUANT),
@@ -55,22 +67,22 @@ _NUMBERS = (
             "nibble order of dequant", NUMBERS + "test_n1_the_even_element_lies_in_the_low_nibble"),
     _python("byte_0", "format", "special = (wide == 0) | (", "special = (wide == 1) | (", "scale byte 0 is zero",
             NUMBERS + "test_n2_scale_bytes_at_both_ends"),
-    _python("inf_block", "format", "torch.isfinite(groups).all(-1)", "~torch.isnan(groups).any(-1)",
+    _python("inf_block", "format", "torch.isfinite(blocks).all(-1)", "~torch.isnan(blocks).any(-1)",
             "a block with Inf is finite", FORMAT + "test_n7_nan_and_inf_show_in_their_block_only"),
-    _python("byte_clamp", "format", ").clamp_min(0)\n    return", ")\n    return", "bytes below 0 wrap", QUANT),
+    _python("byte_clamp", "format", "to(torch.int32)).clamp_min(0).to(torch.uint8)", "to(torch.int32)).to(torch.uint8)",
+            "bytes below 0 wrap", QUANT),
     _python("silu_clamp", "activation", "g.clamp(max=limit), u.clamp", "g.clamp(-limit, limit), u.clamp",
             "the gate is clamped on both sides", CASES + "test_v12_clamps"),
     _python("step_clamp", "activation", "gate.clamp(max=limit) * u", "gate * u", "swiglustep ignores its limit", ACTIVATION),
     _python("situ_beta", "activation", "else beta * torch.tanh(u / beta)", "else u", "situ ignores beta", ACTIVATION),
     _python("unused_parameter", "activation", "value is None or default is not None", "True",
             "a parameter without a use is ignored", ERRORS),
-    _python("parameter_range", "activation", "_SMALLEST <= abs(number) <= _LARGEST", "True",
-            "parameters beyond float32 pass", ERRORS),
+    _python("parameter_range", "activation", "need_float32(op, key, number)", "pass", "parameters beyond float32 pass", ERRORS),
 )  # fmt: skip
 
 _LAYER = (
-    _python("weight_on_input", "reference", "h = h * weight if weight_on_input else h", "h = h",
-            "weight_on_input is ignored", BACKENDS + "test_weight_on_input"),
+    _python("weight_on_input", "reference", "return product(rows, w13, batch_invariant) * weight",
+            "return product(rows, w13, batch_invariant)", "weight_on_input is ignored", BACKENDS + "test_weight_on_input"),
     _python("bias_after_weight", "reference",
             "y = y if w2_bias is None else y + w2_bias[e].float()\n        y = y if weight_on_input else y * weight\n",
             "y = y if weight_on_input else y * weight\n        y = y if w2_bias is None else y + w2_bias[e].float()\n",
@@ -79,28 +91,26 @@ _LAYER = (
             "float16 between the products", BACKENDS + "test_a5_fp16_callers_do_not_overflow_between_the_products"),
     _python("hidden_not_rounded_back", "reference", "torch.where(chosen[slots, None], y, rows[slots])", "y * 1.01",
             "results are scaled", BACKENDS + "test_against_float64"),
-    _python("not_localised", "moe_call", "ids = _localise(_OP, ids, call.expert_ids)", "ids = ids",
+    _python("not_localised", "moe_call", "return _localised(self.op, self.topk_ids, self.expert_ids)", "return self.topk_ids",
             "expert_ids are ignored", BACKENDS + "test_r3_expert_ids_of_two_shards_sum_to_the_whole"),
     _python("localise_order", "moe_call", "rows[place].to(ids.dtype), -1)", "place.to(ids.dtype), -1)",
             "rows of sorted numbers", BACKENDS + "test_r3_expert_ids_of_two_shards_sum_to_the_whole"),
-    _python("ids_unchecked", "moe_call", "checks.id_values(_OP, ids, call.w13.shape[0])", "pass",
+    _python("ids_unchecked", "moe_call", "token_checks.id_values(self.op, self.topk_ids, self.w13.shape[0])", "pass",
             "an id of E is skipped", ERRORS),
     _python("invariant_dropped", "moe_call", "batch_invariant=self.batch_invariant", "batch_invariant=False",
             "batch_invariant is ignored", BACKENDS + "test_n8_batch_invariance"),
     _python("on_input_dropped", "moe_call", "weight_on_input=self.weight_on_input", "weight_on_input=False",
             "weight_on_input is ignored", BACKENDS + "test_weight_on_input"),
-    _python("negative_numbers", "checks", "need(least >= 0,", "need(True,", "expert_ids may hold -1",
+    _python("negative_numbers", "token_checks", "need(least >= 0,", "need(True,", "expert_ids may hold -1",
             ROUTING + "test_r1_a_skipped_slot_finds_no_negative_expert_number"),
     _python("strided_packed", "checks", "            and tensor.is_contiguous()\n", "", "strided packed tensors pass", MEMORY),
-    _python("repeated_numbers", "checks", "need(not twice,", "need(True,", "an expert counts twice", ERRORS),
-    _python("id_of_e", "checks", "need(high < experts,", "need(high <= experts,", "an id of E passes", ERRORS),
-    _python("none_passes", "checks", "isinstance(tensor, Tensor), lambda", "True, lambda", "None is no sentence", MEMORY),
+    _python("repeated_numbers", "token_checks", "need(not twice,", "need(True,", "an expert counts twice", ERRORS),
+    _python("id_of_e", "token_checks", "need(high < experts,", "need(high <= experts,", "an id of E passes", ERRORS),
+    _python("none_passes", "argument_checks", "need_type(isinstance(tensor, Tensor), lambda", "need_type(True, lambda",
+            "None is no sentence", MEMORY),
     _python("block_of_16", "checks", "x.shape[-1] % BLOCK == 0", "x.shape[-1] % 16 == 0", "48 elements pass", ERRORS),
     _python("meta_mixed", "_ops", "t.device != x.device for t in rest", "False for t in rest",
             "memory as it was found is returned", "tests/test_rules_package.py::test_d5_the_device_of_the_tensors_counts"),
-    _python("route_scale", "_ops", "(values * call.scale)", "(values)", "scale is ignored", "tests/test_ops.py::test_route_by_hand"),
-    _python("route_ties", "_ops", "descending=True, stable=True", "descending=False, stable=True",
-            "the least logits are chosen", "tests/test_ops.py::test_route_by_hand"),
 )  # fmt: skip
 
 _WEIGHTS = (
@@ -154,7 +164,7 @@ _CPU = (
             "a tile alone is left out", ISA_INT + "test_dot_int"),
     _native("plane_limit", "cpu/int_row.h", "(whole > kMost)", "(whole > kMost + 1)", "an integer does not fit its planes",
             ISA_INT + "test_integers_lose_nothing", ISA_INT + "test_rows_that_integers_cannot_hold"),
-    _native("limit_dropped", "cpu/ops.cpp", "static_cast<float>(limit)};", "__builtin_inff()};", "limit is ignored",
+    _native("limit_dropped", "cpu/ops.cpp", "static_cast<float>(limit.value_or(kInfinity))};", "__builtin_inff()};", "limit is ignored",
             CASES + "test_v12_clamps"),
     _native("narrow_ids", "cpu/ops.cpp", "wide ? checked_ids<int64_t>", "wide ? checked_ids<int32_t>", "int64 ids are cut",
             ROUTING + "test_r2_both_widths_of_ids_give_the_same_bits"),
@@ -175,4 +185,120 @@ _CPU = (
             "swigluoai ignores beta", ACTIVATION),
 )  # fmt: skip
 
-MUTANTS = _NUMBERS + _LAYER + _WEIGHTS + _CPU
+_FORMS = (
+    _python("form_threshold", "x_formats", "(bits & 0x7FFFFF) > 0x600000", "(bits & 0x7FFFFF) >= 0x600000",
+            "448 itself takes the next scale", SECOND),
+    _python("int8_top", "x_formats", "_divided(_amax(x), _INT8_MAX)", "_divided(_amax(x), 128)", "int8 by 128", SECOND),
+    _python("int15_half", "x_formats", "high = (q + 128) >> 8", "high = q >> 8", "low bytes wrap", SECOND),
+    _python("fp8x2_low", "x_formats", "_to_e4m3(16 * (value", "_to_e4m3(8 * (value", "lo loses a bit", SECOND),
+    _python("fp8_group", "x_formats", '128,\n        "e4m3: x/s, s the least', 'BLOCK,\n        "e4m3: x/s, s the least',
+            "fp8 by groups of 32", SECOND),
+    _python("no_saturation", "x_formats", "x.clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3)", "x.to(_E4M3)", "what is above 448 is NaN",
+            FORMS + "test_static_against_a_second_definition"),
+    _python("rounded_before_the_weight", "reference", "product(_entered(rows * weight, x_format, input_scale), w13, batch_invariant)",
+            "product(_entered(rows, x_format, input_scale), w13, batch_invariant) * weight", "x is rounded before its weight",
+            FORMS + "test_both_products_take_the_form"),
+    _python("second_product", "reference", "product(_entered(a, x_format, scale2), down", "product(a, down",
+            "the second product is not rounded", FORMS + "test_both_products_take_the_form"),
+    _python("static_swapped", "reference", "for s in (w13_input_scale, w2_input_scale)", "for s in (w2_input_scale, w13_input_scale)",
+            "the static scales change places", FORMS + "test_static_scales_are_the_expert_s_own"),
+    _python("form_of_module", "nn", "x_format=self.x_format,", 'x_format="none",', "the module ignores x_format",
+            FORMS + "test_graphs_modules_and_unfinalized"),
+    _python("skipped_has_a_row", "unfinalized", "(ids < 0) | (ids", "(ids < -1) | (ids", "a skipped slot has a row",
+            TWO_STEPS + "test_unfinalized_by_hand"),
+    _python("rows_without_weight", "unfinalized", "call.topk_weights if call.weight_on_input else ", "",
+            "weight_on_input is ignored", TWO_STEPS + "test_unfinalized_by_hand"),
+    _python("strided_map", "unfinalized", "-1, slots).contiguous()", "-1, slots)", "row_of_slot keeps strides of ids",
+            TWO_STEPS + "test_c1_opcheck_out_and_unfinalized"),
+    _python("rows_without_scale", "unfinalized", "_take(call.x_scale, token)", "call.x_scale", "scales of other tokens",
+            FORMS + "test_c1_opcheck_with_quantized_x"),
+    _python("sum_without_weight", "unfinalized", "row * weight[:, None]", "row", "finalize ignores weights",
+            TWO_STEPS + "test_finalize_by_hand"),
+    _python("out_and_gradient", "moe_call", "no_gradient(op, out, call.x, call.topk_weights,", "no_gradient(op, out,",
+            "a gradient is lost in silence", TWO_STEPS + "test_out_where_a_gradient_is_needed"),
+    _python("piece_of_scales", "_ops", "(scales, _PIECE // BLOCK)", "(scales, _PIECE // BLOCK // 2)",
+            "pieces of codes meet others of scales", "tests/test_rules_memory.py::test_m3_dequant_into_a_given_output"),
+)  # fmt: skip
+
+_ROUTES = (
+    _python("route_scale", "routing", "if renormalize else total) * scale", "if renormalize else total)", "scale is ignored",
+            SAME_BITS),
+    _python("route_ties", "routing", "descending=True, stable=True", "descending=False, stable=True",
+            "the least logits are chosen", SAME_BITS),
+    _python("bias_weighs", "routing", "values.gather(1, ids.clamp(min=0))", "choice.gather(1, ids.clamp(min=0))",
+            "the bias is part of the weights", SAME_BITS),
+    _python("group_of_one", "routing", "by_group.topk(2, dim=-1).values.sum(-1) if two else", "by_group.amax(-1) if two else",
+            "a group counts as its best, with a bias too", SAME_BITS),
+    _python("not_renormalized", "routing", "_sum_in_order(chosen) if renormalize else total", "total", "renormalize is ignored",
+            SAME_BITS),
+    _python("hash_ids", "route_call", "table[ids.clamp(0, vocabulary - 1).long()]", "table[: len(ids)]", "input_ids are ignored",
+            ROUTE + "test_hash_table"),
+    _python("hash_unchecked", "route_call", "(rows >= 0) & (rows < experts)", "(rows >= 0)", "an expert E is looked up",
+            EXPORT + "test_a_table_of_experts_is_checked_when_the_program_runs"),
+    _python("route_range", "route_call", 'need_float32(_OP, "scale", self.scale)', "pass", "scales beyond float32 pass",
+            "tests/test_errors_route.py"),
+    _python("packed_mask", "packed_topk", ".to(torch.int32) & 0xFFFF", ".to(torch.int32)", "a negative weight spoils the id",
+            "tests/test_packed_topk.py::test_bits_by_hand"),
+    _native("native_bias_weighs", "cpu/route.cpp", "weights[k] = logits[ids[k]];", "weights[k] = choice[ids[k]];",
+            "the bias is part of the weights", ROUTE + "test_sigmoid_topk"),
+    _native("native_group", "cpu/route.cpp", "return two ? first + second : first;", "return first;",
+            "a group counts as its best, with a bias too", ROUTE + "test_sigmoid_topk"),
+    _native("native_renormalize", "cpu/route.cpp", "if (args.renormalize) {", "if (!args.renormalize) {",
+            "renormalize is turned round", ROUTE + "test_sigmoid_topk"),
+    _native("native_ties", "cpu/route.cpp", "bits >> 31) != 0 ? bits : bits ^ 0x7fffffff",
+            "bits >> 31) != 0 ? bits : (bits ^ 0x7fffffff) >> 8 << 8", "close logits tie", ROUTE + "test_ties_go_to_the_lower_index"),
+    _native("native_zero", "cpu/route.cpp", "number_or_lowest(value) + 0.0f", "number_or_lowest(value)", "-0 is below 0",
+            ROUTE + "test_ties_go_to_the_lower_index"),
+    _native("native_scale", "cpu/route.cpp", "nonzero(total) * args.scale", "nonzero(total)", "scale is ignored",
+            ROUTE + "test_sigmoid_topk"),
+)  # fmt: skip
+
+_TRAINING = (
+    _python("mask_of_x", "moe_backward", "if output_mask[0]:", "if True:", "output_mask is ignored",
+            GRADIENTS + "test_the_mask_leaves_out_what_nobody_needs", OF_OPS + "test_c1_opcheck_moe_backward"),
+    _python("weight_without_bias", "moe_backward", " + (grad_output * expert.w2_bias).sum(-1)", "",
+            "the bias is no part of the weight's gradient", GRADIENTS + "test_b1_by_hand"),
+    _python("back_not_rounded", "moe_backward", "a.to(torch.bfloat16).to(a.dtype) if round_intermediate else a", "a",
+            "the weight's factor is not the rounded one",
+            GRADIENTS + "test_the_rounded_intermediate_is_the_factor_of_the_weight"),
+    _python("back_on_input", "moe_backward", "(grad_h * bare).sum(-1), grad_h * weight", "(grad_h * bare).sum(-1), grad_h",
+            "x's gradient misses its weight", GRADIENTS + "test_b1_weight_on_input_by_hand"),
+    _python("back_other_forms", "moe_backward", 'if call.x_format != "none":', "if False:", "a wrong gradient of rounded x",
+            OF_OPS + "test_b1_other_forms_of_x_are_refused_by_name"),
+    _python("slope_beyond", "activation", "dg.masked_fill(beyond_g, 0)", "dg", "a clamp lets the gradient through", SLOPES),
+    _python("slope_step", "activation", ".masked_fill(gate > limit, 0)", "", "swiglustep lets the gradient through", SLOPES),
+    _python("slope_situ", "activation", " + alpha * t * (1 - s)", "", "situ's sigmoid has no slope", SLOPES),
+    _python("route_slope", "route_gradient", "    if not renormalize:", "    if True:", "the divisor is a constant",
+            OF_OPS + "test_route_by_hand"),
+    _python("route_slope_skip", "route_gradient", "torch.where(ids < 0, 0.0, chosen)", "chosen", "-1 has a gradient",
+            OF_OPS + "test_a_table_of_experts_gives_no_gradient_to_a_slot_of_minus_one"),
+)  # fmt: skip
+
+_OTHERS = (
+    _python("mode_ties", "quant_modes", 'ties="away", source="amd-quark', 'source="amd-quark', "ties of one library", CORNERS),
+    _python("mode_byte0", "quant_modes", "to_mx\", byte0=2.0**126", "to_mx\", byte0=2.0**127", "byte 0 of one library", CORNERS),
+    _python("mode_sign", "quant_modes", '"x < 0 and code > 0", nan=', '"x < 0", nan=', "-0 of one library", CORNERS),
+    _python("mode_nan", "quant_modes", 'inf="seen", nan="skipped")\n_TORCHAO', 'inf="seen", nan="seen")\n_TORCHAO',
+            "NaN makes the scale of one library", CORNERS),
+    _python("search_tie", "scale_search", "(difference < 0)", "(difference <= 0)", "of equal errors the lower byte",
+            MODES + "test_mse_is_the_least_error_of_all_scale_bytes"),
+    _python("dense_order", "quantize", 'expert.detach() if order == "out_in" else expert.detach().T', "expert.detach()",
+            "order is ignored", "tests/test_quantize_experts.py::test_b2_mxfp4_values_come_back_exactly"),
+    _python("dense_device", "quantize", "        _on_device(name, matrix, device)\n", "", "matrices of two devices",
+            "tests/test_quantize_experts.py::test_sentence"),
+    _python("exported_ids", "export", "(ids >= -1) & (ids < call.w13.shape[0])", "(ids >= -1)", "a program takes an id of E",
+            EXPORT + "test_ids_are_checked_when_the_program_runs"),
+    _python("exported_numbers", "export", "(ordered[1:] != ordered[:-1]).all()", "(ordered[1:] >= ordered[:-1]).all()",
+            "a program counts an expert twice", EXPORT + "test_ids_are_checked_when_the_program_runs"),
+    _python("exported_rows", "export", "(row_of_slot >= -1) & (row_of_slot < rows.shape[0])", "(row_of_slot >= -1)",
+            "a program skips a row that does not exist", EXPORT + "test_rows_of_finalize_are_checked_when_the_program_runs"),
+    _python("debug_x", "debug", '_finite(where, "x", x)', "pass", "a NaN in x is not named", DEBUG + "test_bad_inputs"),
+    _python("debug_result", "debug", '_finite(where, "the result", result)', "pass", "an Inf in the result is not named",
+            DEBUG + "test_a_result_that_overflows"),
+    _python("debug_scales", "debug", "tensor, tensor == NAN_SCALE,", "tensor, tensor > NAN_SCALE,", "scale byte 255 is not named",
+            DEBUG + "test_a_nan_scale_byte"),
+    _python("golden_half", "format", "magnitude * (126 <<", "magnitude * (125 <<", "code 1 is a quarter",
+            "tests/test_golden.py::test_dequant"),
+)  # fmt: skip
+
+MUTANTS = _NUMBERS + _LAYER + _WEIGHTS + _CPU + _FORMS + _ROUTES + _TRAINING + _OTHERS

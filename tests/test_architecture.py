@@ -18,8 +18,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # folder.
 LAYERS = (
     ("errors", "_schemas", "eager", "packages"),
-    ("_extension", "argument_checks", "format", "activation", "layout", "routing"),
-    ("route_gradient",),
+    ("_extension", "argument_checks", "format", "layout", "routing"),
+    ("activation", "route_gradient"),
     ("x_formats",),
     ("reference", "problem", "experts", "scale_search"),
     ("quant_modes",),

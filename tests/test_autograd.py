@@ -215,7 +215,7 @@ def backward_call(layer: Layer, packed: PackedExperts) -> tuple[list[Any], dict[
     return [layer.output_gradient, *args, None, None], {**options, "output_mask": [True] * 4}
 
 
-def test_every_argument_matters(runnable: Runnable) -> None:
+def test_a2_every_argument_of_moe_backward_matters(runnable: Runnable) -> None:
     """Changing one argument of ``moe_backward`` changes a result: none is accepted and ignored."""
     device, backend = runnable
     layer = make(TINY, device=device, activation=Activation("swigluoai", alpha=1.5, beta=0.5, limit=1.0))

@@ -229,7 +229,7 @@ def test_sentences(change: dict[str, Any], error: type[Exception], text: str) ->
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("bias", [True, False])
-def test_opcheck(runnable: Runnable, tokens: int, bias: bool) -> None:
+def test_c1_opcheck_moe_backward(runnable: Runnable, tokens: int, bias: bool) -> None:
     layer = make(TINY.with_(tokens=tokens, bias=bias, hidden=64, intermediate=32), torch.bfloat16, runnable[0])
     packed = pack(runnable, layer)
     args, options = backward_call(layer, packed)

@@ -154,12 +154,28 @@ def test_unfinalized_rows_and_their_sum_lower() -> None:
 
 def test_a_table_of_experts_is_checked_when_the_program_runs() -> None:
     class Hash(torch.nn.Module):
-        def forward(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            return OPS.route(logits, None, tokens, TABLE, 2, method="sqrtsoftplus_topk")
+        def forward(self, logits: Tensor, tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+            return OPS.route(logits, None, tokens, table, 2, method="sqrtsoftplus_topk")
 
-    run = lower(torch.export.export(Hash(), (torch.randn(64, 8), WORDS))).module()
-    with pytest.raises(RuntimeError, match="input_ids and hash_table must name tokens and experts that exist"):
-        run(torch.randn(64, 8), WORDS + 10)
+    args = (torch.randn(64, 8), WORDS, TABLE)
+    run = lower(torch.export.export(Hash(), args)).module()
+    assert same(run(*args), Hash()(*args))
+    for words, table in ((WORDS + 10, TABLE), (WORDS - 10, TABLE), (WORDS, TABLE + 8), (WORDS, TABLE - 8)):
+        with pytest.raises(RuntimeError, match="input_ids and hash_table must name tokens and experts that exist"):
+            run(args[0], words, table)
+
+
+def test_rows_of_finalize_are_checked_when_the_program_runs() -> None:
+    class Finalize(torch.nn.Module):
+        def forward(self, rows: Tensor, places: Tensor, routing: Tensor) -> Tensor:
+            return OPS.finalize(rows, places, routing)
+
+    args = (torch.randn(7, 32), torch.tensor([[0, 6], [-1, 3]], dtype=torch.int32), torch.rand(2, 2))
+    run = lower(torch.export.export(Finalize(), args)).module()
+    assert same(run(*args), OPS.finalize(*args))
+    for wrong in (-2, 7):
+        with pytest.raises(RuntimeError, match="mxfp4::finalize: row_of_slot must be -1"):
+            run(args[0], torch.full_like(args[1], wrong), args[2])
 
 
 # --- what is refused, and when ----------------------------------------------------------------------------------------
@@ -178,6 +194,7 @@ def test_ids_are_checked_when_the_program_runs() -> None:
     for order, wrong, sentence in (
         (ORDER, ids - 7, "mxfp4::localise: topk_ids must be -1 (skip) or an expert."),
         (ORDER // 2, ids, "mxfp4::localise: expert_ids must not repeat."),
+        (ORDER - 20, ids, "mxfp4::localise: expert_ids must be expert numbers from 0 on."),
     ):
         with pytest.raises(RuntimeError) as caught:
             local(x, wrong, routing, order)

@@ -33,7 +33,7 @@ def test_moe_out_has_the_bits_of_moe(runnable: Runnable, dtype: torch.dtype) -> 
     assert packed(x, ids, routing, out=x) is x and torch.equal(x, wanted), "out may be x: it is written last"
 
 
-def test_moe_out_takes_every_option(runnable: Runnable) -> None:
+def test_a2_moe_out_takes_every_option(runnable: Runnable) -> None:
     packed, (x, ids, routing) = layer(runnable)
     order = torch.arange(TINY.experts, dtype=torch.int32, device=x.device).flip(0)
     for options in ({"expert_ids": order}, {"weight_on_input": True}, {"batch_invariant": True}):
@@ -43,12 +43,15 @@ def test_moe_out_takes_every_option(runnable: Runnable) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_opcheck_out_and_unfinalized(runnable: Runnable, tokens: int) -> None:
+def test_c1_opcheck_out_and_unfinalized(runnable: Runnable, tokens: int) -> None:
     packed, args = layer(runnable, TINY.with_(tokens=tokens, hidden=64, intermediate=32))
     positional, options = moe_call(packed, *args)
     opcheck(OPS.moe.out, positional, {**options, "out": torch.empty_like(args[0])})
     opcheck(OPS.moe_unfinalized, positional, options)
     opcheck(OPS.moe_unfinalized, (*map(strided, args), *positional[3:]), options)
+    turned = tuple(t.t().contiguous().t() for t in args)  # where() keeps such strides
+    opcheck(OPS.moe_unfinalized, (*turned, *positional[3:]), options)
+    assert all(t.is_contiguous() for t in OPS.moe_unfinalized(*turned, *positional[3:], **options))
     rows, row_of_slot = packed.unfinalized(*args)
     opcheck(OPS.finalize, (rows, row_of_slot, args[2]))
     opcheck(OPS.finalize, (strided(rows), strided(row_of_slot), strided(args[2])))

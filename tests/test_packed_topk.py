@@ -45,7 +45,10 @@ def test_nan_and_every_bfloat16_survive(device: str) -> None:
 def test_strided_and_empty(device: str) -> None:
     ids, weights = route(torch.randn(6, 8, device=device), 3)
     packed = pack_topk(ids, weights)
-    assert torch.equal(pack_topk(ids.t().contiguous().t(), weights.t().contiguous().t()), packed)
+    turned = pack_topk(ids.t().contiguous().t(), weights.t().contiguous().t())
+    assert torch.equal(turned, packed) and turned.is_contiguous(), "kernels take it by its pointer"
+    for got, want in zip(unpack_topk(packed.t().contiguous().t()), unpack_topk(packed), strict=True):
+        assert torch.equal(got, want) and got.is_contiguous()
     assert pack_topk(ids[:0], weights[:0]).shape == (0, 3)
     assert all(t.shape == (0, 3) for t in unpack_topk(packed[:0]))
 

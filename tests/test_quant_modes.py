@@ -165,7 +165,7 @@ def test_every_mode_of_the_table_is_tested_and_differs_from_the_others() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", QUANT_MODES)
-def test_qdq_is_dequant_of_quant(mode: str, dtype: torch.dtype, device: str) -> None:
+def test_n5_qdq_is_dequant_of_quant_in_every_mode(mode: str, dtype: torch.dtype, device: str) -> None:
     x = golden_inputs().to(device, dtype)
     blocks, scales = OPS.quant(x, scale_rule=mode)
     wanted = OPS.dequant(blocks, scales, dtype=dtype)
@@ -181,7 +181,7 @@ def test_qdq_is_dequant_of_quant(mode: str, dtype: torch.dtype, device: str) -> 
 
 @pytest.mark.parametrize("mode", ["mse", "torchao_rceil", "gguf", "triton_kernels"])
 @pytest.mark.parametrize("shape", [(0, 64), (1, 32), (5, 96), (2, 3, 64)])
-def test_opcheck(mode: str, shape: tuple[int, ...], device: str) -> None:
+def test_c1_opcheck_quant_modes(mode: str, shape: tuple[int, ...], device: str) -> None:
     x = torch.randn(shape, device=device)
     opcheck(OPS.quant, (x,), {"scale_rule": mode})
     opcheck(OPS.qdq, (strided(x.bfloat16()),), {"scale_rule": mode})

@@ -138,6 +138,17 @@ SENTENCES = [
     (call(w2_bias=torch.zeros(2, 96, dtype=torch.int32)), TypeError, "w2_bias must be a float dtype, got int32."),
     (call(w13=[torch.zeros(128, 96), torch.zeros(64, 96)]), ValueError,
      "w13 must have the shape of expert 0, (OUT, IN) = (128, 96), in all experts, got (64, 96) in expert 1."),
+    # a fuzzer found these
+    (call(w13=None), TypeError, "w13 must be a tensor [E, ...] or a sequence of matrices, got NoneType."),
+    (call(w2=torch.zeros(())), TypeError, "w2 must be a tensor [E, ...] or a sequence of matrices, got a scalar."),
+    (call(w2=[None, None]), TypeError, "w2 must be a tensor, got None."),
+    (call(w2_bias="bias"), TypeError, "w2_bias must be a tensor, got str."),
+    (call(w2=torch.zeros(2, 96, 64, device="meta")), ValueError,
+     "w2 must be on the device of w13's expert 0, cpu, got meta."),
+    (call(w13=[torch.zeros(128, 96), torch.zeros(128, 96, device="meta")]), ValueError,
+     "w13 must be on the device of w13's expert 0, cpu, got meta."),
+    (call(w13_bias=torch.zeros(2, 128, device="meta")), ValueError,
+     "w13_bias must be on the device of w13's expert 0, cpu, got meta."),
 ]  # fmt: skip
 
 

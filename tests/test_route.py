@@ -201,7 +201,7 @@ def test_against_float64(device: str, method: str, biased: bool, experts: int, t
 # --- every argument, sizes, dtypes ------------------------------------------------------------------------------------
 
 
-def test_every_argument_matters(device: str) -> None:
+def test_a2_every_argument_of_route_matters(device: str) -> None:
     g = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 16, generator=g).to(device)
     bias = torch.randn(16, generator=g).to(device)

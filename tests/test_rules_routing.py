@@ -9,10 +9,12 @@ from pathlib import Path
 import mxfp4_ops
 import pytest
 import torch
-from mxfp4_ops import Activation, ExpertWeights, PackedExperts, prepare
+from mxfp4_ops import Activation, ExpertWeights, PackedExperts, pack_topk, prepare, quant_x, unpack_topk
 from mxfp4_ops.backends import Backend
 from mxfp4_ops.experts import pad_expert
-from problems import TINY, Problem, answer, errors, inputs, weights
+from mxfp4_ops.routing import METHODS
+from mxfp4_ops.x_formats import FORMS
+from problems import TINY, Problem, answer, errors, inputs, moe_call, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,6 +118,31 @@ def test_e1_no_tokens(runnable: Runnable, dtype: torch.dtype) -> None:
     assert OPS.dequant(blocks, scales, dtype=dtype).shape == OPS.qdq(x).shape == (0, 96)
     assert [t.shape for t in OPS.route(x.float(), None, None, None, 4)] == [(0, 4), (0, 4)]
     assert OPS.localise(ids, mine).shape == (0, 4)
+
+
+def test_e1_no_tokens_in_the_newer_ops(runnable: Runnable) -> None:
+    """Out variants, unfinalized rows and their sum, gradients, every form of x and every method of routing."""
+    device, packed = runnable[0], pack(runnable, TINY)
+    x, ids, wts = (t[:0] for t in inputs(TINY, device=device))
+    args, options = moe_call(packed, x, ids, wts)
+    assert packed(x, ids, wts, out=(out := torch.empty_like(x))) is out and out.shape == (0, 96)
+    rows, row_of_slot = OPS.moe_unfinalized(*args, **options)
+    assert (rows.shape, row_of_slot.shape, row_of_slot.dtype) == ((0, 96), (0, 4), torch.int32)
+    assert OPS.finalize(rows, row_of_slot, wts).shape == (0, 96)
+    found = OPS.moe_backward(x, *args, output_mask=[True] * 4, **options)
+    assert found[0].shape == (0, 96) and found[1].shape == (0, 4) and not any(bias.any() for bias in found[2:])
+    plain = prepare(weights(TINY, device=device), prefer="reference")
+    for name, form in FORMS.items():
+        assert plain(x, ids, wts, x_format=name).shape == (0, 96)
+        if form.x_dtypes:
+            data, scale = quant_x(x, name)
+            out = plain(data, ids, wts, x_scale=scale, x_format=name)
+            assert out.shape == (0, 96) and out.dtype is torch.bfloat16
+    for name, method in METHODS.items():
+        renormalize = method.renormalize is not False
+        routed = OPS.route(x, None, None, None, 4, method=name, renormalize=renormalize)
+        assert [t.shape for t in routed] == [(0, 4), (0, 4)]
+    assert all(t.shape == (0, 4) for t in unpack_topk(pack_topk(ids, wts)))
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 200])

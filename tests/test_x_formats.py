@@ -244,7 +244,7 @@ def test_graphs_modules_and_unfinalized(x_format: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("x_format", QUANTIZABLE)
-def test_opcheck_with_quantized_x(x_format: str, device: str) -> None:
+def test_c1_opcheck_with_quantized_x(x_format: str, device: str) -> None:
     _, packed = on_reference(device)
     x, ids, routing = inputs(TINY, device=device)
     data, scale = quant_x(x, x_format)

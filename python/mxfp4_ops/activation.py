@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .argument_checks import need_float32
 from .errors import need
 
 NO_LIMIT = math.inf
-_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def _clamped(g: Tensor, u: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -227,8 +227,6 @@ def _parameter(op: str, name: str, key: str, value: float | None, default: float
         fits and finite_or_open,
         lambda: f"{op}: {key} must be a {kind} number for activation {name!r}, got {number}.",
     )
-    need(
-        not math.isfinite(number) or number == 0 or _SMALLEST <= abs(number) <= _LARGEST,
-        lambda: f"{op}: {key} must be a normal number of float32, which kernels compute in, got {number}.",
-    )
+    if math.isfinite(number):
+        need_float32(op, key, number)
     return number

@@ -1,4 +1,4 @@
-"""The rules for one tensor argument that the checks of many ops share."""
+"""The rules for one argument that the checks of many ops share."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ def need_contiguous(op: str, name: str, tensor: Tensor, remedy: str) -> None:
     need(
         tensor.is_contiguous(),
         lambda: f"{op}: {name} must be contiguous, got strides {list(tensor.stride())}. {remedy}",
+    )
+
+
+def need_float32(op: str, name: str, number: float) -> None:
+    """Refuse a number that float32 turns into another kind: Inf, NaN, or one beyond its normal numbers; 0 passes."""
+    limits = torch.finfo(torch.float32)
+    need(
+        number == 0 or limits.tiny <= abs(number) <= limits.max,
+        lambda: f"{op}: {name} must be a normal number of float32, which kernels compute in, got {number}.",
     )
 
 

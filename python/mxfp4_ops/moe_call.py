@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import checks, token_checks
 from .call_plan import CallPlan, plan_call
+from .errors import need
 from .layout import SLOTS
 from .x_formats import INPUT_SCALES
 
@@ -158,6 +159,10 @@ def moe_out(*args: Any, out: Tensor, **kwargs: Any) -> None:
 def _check_out(call: MoECall, out: Tensor) -> None:
     op = f"{call.op}.out"
     checks.out(op, out, (call.x.shape[0], call.hidden), call.dtype, call.x)
+    need(
+        0 not in out.stride(),
+        lambda: f"{op}: out must have memory for each element, got strides {list(out.stride())}. It is written in place.",
+    )
     checks.no_gradient(op, out, call.x, call.topk_weights, call.w13_bias, call.w2_bias)
 
 

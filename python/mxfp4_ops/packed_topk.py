@@ -14,7 +14,7 @@ _EXPERTS = 1 << 15  # an id has 16 bits with its sign
 def pack_topk(topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     """Pack each expert and its weight into ``(id << 16) | bits of the weight in bfloat16``.
 
-    Shapes: topk_ids and topk_weights of one shape, as a rule [T, K]. Returns int32 of that shape.
+    Shapes: topk_ids and topk_weights of one shape, as a rule [T, K]. Returns int32 of that shape, contiguous.
     Dtypes: topk_ids int32 or int64; topk_weights any float, rounded to float32, then to bfloat16, each time to nearest
     even. Ids are -32768..32767; -1 (skip) stays -1.
     Raises: TypeError for dtypes; ValueError for shapes, and on a CPU for ids that do not fit into 16 bits (on other
@@ -43,15 +43,17 @@ def pack_topk(topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             ),
         )
     bits = topk_weights.float().bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF
-    return (topk_ids.to(torch.int32) << 16) | bits
+    return ((topk_ids.to(torch.int32) << 16) | bits).contiguous()
 
 
 def unpack_topk(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Undo ``pack_topk``.
 
-    Shapes: packed [T, K] (or any other) int32. Returns topk_ids int32 and topk_weights bfloat16, both of that shape.
+    Shapes: packed [T, K] (or any other) int32. Returns topk_ids int32 and topk_weights bfloat16, both of that shape
+    and contiguous.
     Raises: TypeError unless packed is int32.
     """
     need_dtype("mxfp4_ops.unpack_topk", "packed", packed, (torch.int32,))
+    packed = packed.contiguous()
     weights = ((packed << 16) >> 16).to(torch.int16).view(torch.bfloat16)
     return packed >> 16, weights

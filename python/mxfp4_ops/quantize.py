@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .argument_checks import need_float, need_shape, need_tensor
 from .errors import dtype_name, need, need_type
 from .experts import ExpertWeights
 from .format import BLOCK, FLOAT_DTYPES, need_blocks
@@ -38,9 +39,13 @@ def quantize_experts(
     """
     need(order in _ORDERS, lambda: f"{_OP}: order must be one of {', '.join(_ORDERS)}, got {order!r}.")
     checks.scale_rule(_OP, scale_rule)
+    _stack("w13", w13)
+    _stack("w2", w2)
     need(len(w13) > 0, lambda: f"{_OP}: w13 must hold at least one expert, got none.")
     need(len(w2) == len(w13), lambda: f"{_OP}: w2 must hold as many experts as w13, {len(w13)}, got {len(w2)}.")
-    rows, hidden = _matrix("w13", w13[0], order).shape
+    first = _matrix("w13", w13[0], order)
+    (rows, hidden), device = first.shape, first.device
+    del first  # a sequence may load its matrices one by one
     out, intermediate = _matrix("w2", w2[0], order).shape
     need_blocks(_OP, "hidden (IN of w13)", hidden)
     need_blocks(_OP, "intermediate (IN of w2)", intermediate)
@@ -49,15 +54,25 @@ def quantize_experts(
         lambda: f"{_OP}: w13 must have I = {intermediate} or 2 I = {2 * intermediate} as OUT, got {rows}.",
     )
     need(out == hidden, lambda: f"{_OP}: w2 must have H = {hidden}, the IN of w13, as OUT, got {out}.")
-    _bias("w13_bias", w13_bias, len(w13), rows)
-    _bias("w2_bias", w2_bias, len(w2), hidden)
-    w13_codes, w13_scales = _quantize("w13", w13, order, (rows, hidden), scale_rule)
-    w2_codes, w2_scales = _quantize("w2", w2, order, (hidden, intermediate), scale_rule)
+    _bias("w13_bias", w13_bias, (len(w13), rows), device)
+    _bias("w2_bias", w2_bias, (len(w2), hidden), device)
+    w13_codes, w13_scales = _quantize("w13", w13, order, (rows, hidden), device, scale_rule)
+    w2_codes, w2_scales = _quantize("w2", w2, order, (hidden, intermediate), device, scale_rule)
     return ExpertWeights(w13_codes, w13_scales, w13_bias, w2_codes, w2_scales, w2_bias)
+
+
+def _stack(name: str, stack: object) -> None:
+    scalar = isinstance(stack, Tensor) and stack.dim() == 0
+    got = "a scalar" if scalar else type(stack).__name__
+    need_type(
+        hasattr(stack, "__getitem__") and not scalar,
+        lambda: f"{_OP}: {name} must be a tensor [E, ...] or a sequence of matrices, got {got}.",
+    )
 
 
 def _matrix(name: str, expert: Tensor, order: str) -> Tensor:
     """One expert as [OUT, IN], a view."""
+    need_tensor(_OP, name, expert)
     need_type(
         expert.dtype in FLOAT_DTYPES,
         lambda: f"{_OP}: {name} must be float32, bfloat16 or float16, got {dtype_name(expert.dtype)}.",
@@ -72,28 +87,35 @@ def _matrix(name: str, expert: Tensor, order: str) -> Tensor:
     return expert.detach() if order == "out_in" else expert.detach().T
 
 
-def _bias(name: str, bias: Tensor | None, experts: int, out: int) -> None:
+def _bias(name: str, bias: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
     if bias is not None:
-        need(
-            bias.shape == (experts, out),
-            lambda: f"{_OP}: {name} must be [E, OUT] = {[experts, out]}, got {list(bias.shape)}.",
-        )
-        need_type(
-            bias.dtype.is_floating_point and bias.dtype.itemsize > 1,
-            lambda: f"{_OP}: {name} must be a float dtype, got {dtype_name(bias.dtype)}.",
-        )
+        need_float(_OP, name, bias)
+        need_shape(_OP, name, bias, shape, "[E, OUT]")
+        _on_device(name, bias, device)
+
+
+def _on_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    need(
+        tensor.device == device,
+        lambda: f"{_OP}: {name} must be on the device of w13's expert 0, {device}, got {tensor.device}.",
+    )
 
 
 def _quantize(
-    name: str, stack: Tensor | Sequence[Tensor], order: str, shape: tuple[int, int], scale_rule: str
+    name: str,
+    stack: Tensor | Sequence[Tensor],
+    order: str,
+    shape: tuple[int, int],
+    device: torch.device,
+    scale_rule: str,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a stack into tensors that are allocated once."""
-    device = stack[0].device
     codes = torch.empty(len(stack), shape[0], shape[1] // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(len(stack), shape[0], shape[1] // BLOCK, dtype=torch.uint8, device=device)
     for e in range(len(stack)):
         matrix = _matrix(name, stack[e], order)
         _same_shape(name, matrix, shape, e)
+        _on_device(name, matrix, device)
         codes[e], scales[e] = torch.ops.mxfp4.quant(matrix, scale_rule=scale_rule)
     return codes, scales
 

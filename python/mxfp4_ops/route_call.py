@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._extension import runs_native
-from .argument_checks import cpu_extremes, need_device, need_dims, need_dtype, need_float, need_shape
+from .argument_checks import cpu_extremes, need_device, need_dims, need_dtype, need_float, need_float32, need_shape
 from .errors import need
 from .routing import METHODS, SCORES, Method, route
 
@@ -45,6 +45,7 @@ class RouteCall:
             self.top_k > 0 and bool(self.top_k <= experts),
             lambda: f"{_OP}: top_k must be between 1 and the number of experts {experts}, got {self.top_k}.",
         )
+        need_float32(_OP, "scale", self.scale)
         self._check_unused(method)
         self._check_groups()
         if self.correction_bias is not None:

@@ -41,7 +41,7 @@ def rows_before_sum(
     """``moe_unfinalized`` without its checks, for local ids: reads no data on the host."""
     top_k = call.topk_ids.shape[1]
     slots = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device).view(ids.shape)
-    row_of_slot = torch.where((ids < 0) | (ids >= call.w13.shape[0]), -1, slots)
+    row_of_slot = torch.where((ids < 0) | (ids >= call.w13.shape[0]), -1, slots).contiguous()  # whatever ids' strides
     token = torch.arange(call.x.shape[0], device=ids.device).repeat_interleave(top_k)
     weights = call.topk_weights if call.weight_on_input else torch.ones_like(call.topk_weights)
     each = dataclasses.replace(
