@@ -91,7 +91,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: moe_out(torch.zeros(5, 96, dtype=torch.bfloat16, device="meta")), ValueError,
      OUT + "out must be on the input's device cpu, got meta."),
     (lambda: moe_out(torch.zeros(1, 96, dtype=torch.bfloat16).expand(5, 96)), ValueError,
-     OUT + "out must have memory for each element, got strides [0, 1]. It is written in place."),
+     OUT + "out must have memory of its own for each element, got strides [0, 1]."),
     (lambda: moe_out(torch.zeros(5, 96, dtype=torch.bfloat16).requires_grad_()), ValueError,
      OUT + "out must not be given where a gradient is needed. Leave it out, or call under torch.no_grad()."),
     (lambda: OPS.dequant.out(byte(4, 32), byte(4, 2), out=torch.zeros(64, 4).t()), ValueError,
