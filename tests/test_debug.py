@@ -139,6 +139,16 @@ def test_tags_and_shapes_keep_their_sentences() -> None:
             dataclasses.replace(packed, w2=packed.w2[:, 1:])(*args)
 
 
+def test_tags_and_shapes_name_the_layer(device: str) -> None:
+    packed, args = prepare(weights(TINY, device=device), prefer="reference"), inputs(TINY, device=device)
+    model = Model(packed, dataclasses.replace(packed, w2_scale=packed.w2_scale[:, 1:]))
+    with (
+        debug(),
+        pytest.raises(ValueError, match=r"^mxfp4_ops.debug: layer 'Model.layers.1': mxfp4::moe: w2_scale must"),
+    ):
+        model(*args)
+
+
 def test_quantized_x(device: str) -> None:
     packed, (x, ids, routing) = prepare(weights(TINY, device=device), prefer="reference"), inputs(TINY, device=device)
     data, scale = quant_x(x, "mxfp8")

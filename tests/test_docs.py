@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import mxfp4_ops
 import pytest
@@ -25,6 +28,20 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     for match in re.finditer(r"^```python\n(.*?)^```$", text, flags=re.S | re.M):
         line = text.count("\n", 0, match.start(1))
         exec(compile("\n" * line + match[1], str(page), "exec"), names)
+
+
+def test_the_vectors_readme_reads_every_number_of_its_file() -> None:
+    folder = Path(__file__).parent / "golden"
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (folder / "README.md").read_text(), flags=re.S | re.M)
+    names: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    vectors = json.loads((folder / "mxfp4_vectors.json").read_text())
+    for vector in vectors["vectors"] if isinstance(vectors, dict) else vectors:
+        for text in (*vector.get("x", ()), *vector["values"]):
+            exact_value = names["number"](str(text))
+            assert isinstance(exact_value, float)
+    assert names["number"]("-7/2") == -3.5 and math.copysign(1, names["number"]("-0")) == -1
+    assert names["number"]("0x1.8p-127") == 1.5 * 2.0**-127
 
 
 def sections() -> dict[str, str]:

@@ -86,8 +86,11 @@ class _Debug(TorchDispatchMode):
 
     def _check(self, call: MoECall, where: str) -> None:
         """Look at everything that the call reads."""
-        plan = call.plan()
-        call.check(plan)
+        try:
+            plan = call.plan()
+            call.check(plan)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise type(error)(f"{where}{error}") from None
         experts = call.w13.shape[0]
         ids = call.topk_ids.cpu()
         if call.expert_ids is None:
