@@ -74,6 +74,8 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
      MOE + "w13_input_scale must be float32, got float16."),
     (lambda: static(torch.ones(7, device="meta"), torch.ones(7)), ValueError,
      MOE + "w13_input_scale must be on w13's device cpu, got meta."),
+    (lambda: moe(w13=None, x_format="fp8_static", aux=[torch.ones(7), torch.ones(7)]), TypeError,
+     MOE + "w13 must be a tensor, got None."),
     (lambda: moe(aux=[torch.ones(7), torch.ones(7)]), ValueError,
      MOE + "aux must hold 0 tensors (none here), got 2."),
     (lambda: quant_x(torch.zeros(2, 32), "int15"), ValueError,

@@ -34,9 +34,9 @@ def test_softmax_topk(device: str) -> None:
     bias = torch.tensor([0.25, 0.0, 0.25, -1.0], device=device)  # choice: .35, .3, .45, -.6
     ids, weights = route(logits, 2, correction_bias=bias, renormalize=False)
     assert ids.tolist() == [[2, 0]] and weights[0].tolist() == pytest.approx([0.2, 0.1], rel=1e-6)
-    # Groups {0, 1} and {2, 3}: by their best, .3 < .4; with a bias by sums, .1 + .3 + .3 > .2 + .4.
+    # Groups {0, 1} and {2, 3}: by their best, .3 < .4; with a bias by sums, .35 + .35 > .2 + .4.
     assert sorted(route(logits, 2, groups=2)[0][0].tolist()) == [2, 3]
-    bias = torch.tensor([0.15, 0.15, 0.0, 0.0], device=device)
+    bias = torch.tensor([0.25, 0.05, 0.0, 0.0], device=device)
     assert sorted(route(logits, 2, groups=2, correction_bias=bias)[0][0].tolist()) == [0, 1]
 
 

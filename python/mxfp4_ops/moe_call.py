@@ -86,10 +86,10 @@ class MoECall:
         aux = self.aux or ()
         checks.aux(op, aux, plan.names)
         by_name = dict(zip(plan.names[len(SLOTS) :], aux, strict=True))
-        token_checks.input_scales(op, by_name, self.w13)
         scales = {name: by_name.pop(name) for name in INPUT_SCALES if name in by_name}
         sizes, gated = (self.hidden, self.intermediate), plan.activation.gated
         packed = checks.packed(op, self.slots() | by_name, plan.backend, *sizes, gated=gated, like=self.x)
+        token_checks.input_scales(op, scales, self.w13)
         if self.expert_ids is not None:
             token_checks.expert_ids(op, self.expert_ids, self.w13.shape[0], self.x)
         return packed | scales
