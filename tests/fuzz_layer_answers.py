@@ -214,7 +214,7 @@ def moe_backward(call: Call, out: tuple[Tensor, ...]) -> None:
     if a["layout"] != "canonical":
         ours |= {n: logical_bias(t, *halves[n]) for n, t in ours.items() if n in halves}
     # autograd of the answer gives a NaN gate the slope 0, by its clamp; ours stays NaN
-    biases = [plain(t) for t in (a["w13_bias"], a["w2_bias"]) if t is not None]
+    biases = [plain(t).double() for t in (a["w13_bias"], a["w2_bias"]) if t is not None]
     numbers = (layer.x, layer.routing, gradient, *biases)
     if not (layer.ids >= 0).any():
         assert not any(t.any() for t in ours.values()), "a gradient out of nothing"
