@@ -213,13 +213,15 @@ def moe_backward(call: Call, out: tuple[Tensor, ...]) -> None:
     ours = {n: t for n, t, asked in zip(gradients.NAMES, out, mask, strict=True) if asked and t.numel()}
     if a["layout"] != "canonical":
         ours |= {n: logical_bias(t, *halves[n]) for n, t in ours.items() if n in halves}
-    # autograd of the answer gives a NaN gate the slope 0, by its clamp; ours stays NaN
-    biases = [plain(t).double() for t in (a["w13_bias"], a["w2_bias"]) if t is not None]
+    # Autograd of the answer gives a NaN gate the slope 0, by its clamp; ours stays NaN.
+    biases = [t.double() for t in (layer.experts.w13_bias, layer.experts.w2_bias) if t is not None]
+    nan_scale = any((s == 255).any() for s in (layer.experts.w13_scale, layer.experts.w2_scale))
     numbers = (layer.x, layer.routing, gradient, *biases)
     if not (layer.ids >= 0).any():
         assert not any(t.any() for t in ours.values()), "a gradient out of nothing"
         return
-    if not ours or layer.extreme or not all((t.isfinite() & (t.abs() < _LARGE)).all() for t in numbers):
+    known = not (layer.extreme or nan_scale) and all((t.isfinite() & (t.abs() < _LARGE)).all() for t in numbers)
+    if not ours or not known:
         return
     limit = layer.activation.limit
     if limit is None and a["activation"] == "swiglustep":
