@@ -170,8 +170,9 @@ def moe_unfinalized(call: Call, out: tuple[Tensor, Tensor]) -> None:
     places = row_of_slot[t, j].long()
     assert len(set(places.tolist())) == len(places), "two slots have one row"
     weights = layer.routing[t, j, None]
-    alone = replace(
+    alone = replace(  # one expert's row has no sum over experts that averages the rounding of its intermediate
         layer,
+        bound=2 * layer.bound,
         x=layer.x[t],
         ids=layer.ids[t, j, None],
         routing=weights if layer.on_input else torch.ones_like(weights),
