@@ -69,8 +69,9 @@ def _dequant(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype | None = None
 def _check_dequant_out(blocks: Tensor, scales: Tensor, dtype: torch.dtype | None, out: Tensor) -> None:
     op = "mxfp4::dequant.out"
     need_tensor(op, "out", out)
-    checks.dequant(op, blocks, scales, out.dtype if dtype is None else dtype)
-    checks.out(op, out, (*blocks.shape[:-1], blocks.shape[-1] * 2), out.dtype if dtype is None else dtype, blocks)
+    wanted = out.dtype if dtype is None else dtype
+    checks.dequant(op, blocks, scales, wanted)
+    checks.out(op, out, (*blocks.shape[:-1], blocks.shape[-1] * 2), wanted, blocks)
     need_contiguous(op, "out", out, "It is written in place.")
     checks.no_gradient(op, out)
 

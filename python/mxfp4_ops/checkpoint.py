@@ -283,7 +283,7 @@ def read_gpt_oss_experts(folder: str | os.PathLike[str] | Checkpoint, layer: int
 
 def _nvfp4(slot: str, wanted: list[int], shape: list[int]) -> str:
     doubled = slot.endswith("scale") and shape == [*wanted[:-1], 2 * wanted[-1]]
-    return " One scale covers 32 elements, not 16: is this an NVFP4 checkpoint?" if doubled else ""
+    return checks.NVFP4_HINT if doubled else ""
 
 
 _GPT_OSS_SHAPES = {

@@ -29,6 +29,7 @@ from .format import BLOCK, FLOAT_DTYPES, as_bytes, need_blocks
 from .layout import BIASES, SLOTS, TensorSpec, canonical_specs, packed_specs
 from .quant_modes import QUANT_MODES
 
+NVFP4_HINT = " One scale covers 32 elements, not 16: is this an NVFP4 checkpoint?"
 _BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _LABELS = {"w13": "[E, S*I, H/2]", "w13_scale": "[E, S*I, H/32]", "w2": "[E, H, I/2]", "w2_scale": "[E, H, I/32]"}
 _LABELS |= {"w13_bias": "[E, S*I]", "w2_bias": "[E, H]"}
@@ -100,7 +101,7 @@ def canonical(op: str, weights: Mapping[str, Tensor | None], *, gated: bool) -> 
 def _canonical_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int], *, gated: bool) -> None:
     remedy = ""
     if name.endswith("scale") and tensor.dim() == 3 and tensor.shape[2] == 2 * wanted[2]:
-        remedy = " One scale covers 32 elements, not 16: is this an NVFP4 checkpoint?"
+        remedy = NVFP4_HINT
     elif name in ("w13", "w13_bias") and tensor.dim() > 1 and tensor.shape[1] != wanted[1]:
         rows = "two halves, gate rows then up rows" if gated else "one half, since the activation is not gated"
         remedy = f" S*I rows are {rows}."

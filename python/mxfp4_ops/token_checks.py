@@ -1,4 +1,4 @@
-"""Checks of what comes with tokens: x and its quantized forms, ids, routing weights, logits.
+"""Checks of what comes with tokens: x and its quantized forms, ids, routing weights, gradients.
 
 As in ``checks.py`` nothing branches on the number of tokens. The functions that say so read data, on a CPU only.
 """
@@ -15,7 +15,7 @@ from .argument_checks import cpu_extremes, need_device, need_dims, need_dtype, n
 from .errors import need
 from .format import FLOAT_DTYPES, need_blocks
 from .layout import BIASES
-from .x_formats import FORMS, INPUT_SCALES, X_FORMATS, XFormat
+from .x_formats import FORMS, X_FORMATS, XFormat
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -154,11 +154,9 @@ def expert_numbers(op: str, ids: Tensor) -> None:
     need(not twice, lambda: f"{op}: expert_ids must not repeat, got {twice[0]} more than once.")
 
 
-def input_scales(op: str, tensors: Mapping[str, Tensor | None], w13: Tensor) -> None:
-    """The scales of x_format "fp8_static", where the call has them."""
-    for name in INPUT_SCALES:
-        scale = tensors.get(name)
-        if scale is not None:
-            need_dtype(op, name, scale, (torch.float32,))
-            need_shape(op, name, scale, (w13.shape[0],), "[E]")
-            need_device(op, name, scale, w13, "w13's")
+def input_scales(op: str, scales: Mapping[str, Tensor], w13: Tensor) -> None:
+    """The scales of x_format "fp8_static" by name; other forms have none."""
+    for name, scale in scales.items():
+        need_dtype(op, name, scale, (torch.float32,))
+        need_shape(op, name, scale, (w13.shape[0],), "[E]")
+        need_device(op, name, scale, w13, "w13's")
