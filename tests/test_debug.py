@@ -149,6 +149,15 @@ def test_tags_and_shapes_name_the_layer(device: str) -> None:
         model(*args)
 
 
+def test_a_nan_scale_byte_beside_static_scales(device: str) -> None:
+    w, (x, ids, routing) = weights(TINY, device=device), inputs(TINY, device=device)
+    w.w2_scale[5, 3, 1] = 255
+    ones = torch.ones(TINY.experts, device=device)
+    packed = dataclasses.replace(prepare(w, prefer="reference"), w13_input_scale=ones, w2_input_scale=ones)
+    with debug(), pytest.raises(ValueError, match=r"w2_scale of expert 5 must hold no scale byte 255.* at \[3, 1\]"):
+        packed(x, torch.full_like(ids, 5), routing, x_format="fp8_static")
+
+
 def test_quantized_x(device: str) -> None:
     packed, (x, ids, routing) = prepare(weights(TINY, device=device), prefer="reference"), inputs(TINY, device=device)
     data, scale = quant_x(x, "mxfp8")

@@ -7,6 +7,7 @@ unpacking of each expert that is used. Outside it costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .call_plan import CallPlan
 from .errors import need
-from .format import NAN_SCALE, as_bytes
-from .layout import BIASES, SLOTS
+from .format import NAN_SCALE
+from .layout import BIASES
 from .moe_call import MoECall, localise
 from .packing import unpack_expert
 from .x_formats import INPUT_SCALES, expand_x
@@ -88,7 +89,7 @@ class _Debug(TorchDispatchMode):
         """Look at everything that the call reads."""
         try:
             plan = call.plan()
-            call.check(plan)
+            held = call.check(plan)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise type(error)(f"{where}{error}") from None
         experts = call.w13.shape[0]
@@ -103,16 +104,15 @@ class _Debug(TorchDispatchMode):
         _finite(where, "topk_weights", counted)
         for expert in ids.unique().tolist():
             if expert >= 0 and (call.w13.data_ptr(), expert) not in self._seen:
-                self._check_expert(call, plan, where, expert)
+                self._check_expert(call, plan, held, where, expert)
                 self._seen.add((call.w13.data_ptr(), expert))
 
-    def _check_expert(self, call: MoECall, plan: CallPlan, where: str, expert: int) -> None:
-        names = plan.names[: len(plan.names) - len(INPUT_SCALES)] if call.x_format == "fp8_static" else plan.names
-        stacks = call.slots() | dict(zip(names[len(SLOTS) :], call.aux or (), strict=False))
-        present = {n: t for n, t in stacks.items() if t is not None and (n not in BIASES or t.numel())}
-        bytes_ = {n: t if n in BIASES else as_bytes(t) for n, t in present.items()}
+    def _check_expert(
+        self, call: MoECall, plan: CallPlan, held: Mapping[str, Tensor | None], where: str, expert: int
+    ) -> None:
+        """``held``: what ``call.check`` returned."""
         canonical = unpack_expert(
-            bytes_,
+            {n: t for n, t in held.items() if t is not None and n not in INPUT_SCALES},
             expert,
             plan.backend.layout,
             hidden=call.hidden,
